@@ -1,0 +1,92 @@
+"""What the training state is made of, by name and global index: atoms, boxes, layouts. Pure."""
+
+from __future__ import annotations
+
+import msgspec
+import xxhash
+
+PIECE_ELEMENTS = 1 << 19
+"""Tensors are stored, checked and replayed in pieces of this many elements (a multiple of 64: see fold.py)."""
+
+
+def uid_of(*key: str) -> int:
+    """The stable 64-bit name of an atom: a hash of what it is called, so that it needs no registry."""
+    return xxhash.xxh3_64_intdigest("\0".join(key).encode()) or 1
+
+
+def param_uid(model: str, name: str) -> int:
+    return uid_of("param", model, name)
+
+
+def buffer_uid(model: str, name: str) -> int:
+    return uid_of("buffer", model, name)
+
+
+def state_uid(optimizer: str, param: int, name: str) -> int:
+    return uid_of("state", optimizer, f"{param:016x}", name)
+
+
+class Box(msgspec.Struct, frozen=True, array_like=True):
+    """The part of an atom that one rank holds: offset and size in each dimension."""
+
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+
+
+class Atom(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One named tensor of the training state in its global shape."""
+
+    uid: int
+    role: str
+    """`param` or `buffer`; optimizer state is named by state_uid and described where it is stored."""
+    owner: str
+    """Key of the model it belongs to, or of the optimizer for a parameter that no model has."""
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    strides: tuple[int, ...] | None = None
+    placement: str = "replicated"
+    """`replicated`, `sharded` or `rank-local`."""
+    boxes: tuple[tuple[int, Box], ...] = ()
+    """(rank, box) where a rank does not hold all of it."""
+    aliases: tuple[str, ...] = ()
+    """Other names of the same tensor (tied weights)."""
+    requires_grad: bool = False
+    persistent: bool = True
+
+    @property
+    def numel(self) -> int:
+        n = 1
+        for s in self.shape:
+            n *= s
+        return n
+
+    def label(self) -> str:
+        """For messages: `model: layer.weight`."""
+        return f"{self.owner}: {self.name}"
+
+
+class OptimizerSpec(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Which class an optimizer is of."""
+
+    name: str
+    cls: str
+    """`torch.optim.AdamW`, or `module:Qualname` of a class that is not torch's."""
+
+
+class Layout(msgspec.Struct, frozen=True, omit_defaults=True):
+    """All atoms and optimizers of a run at one time, and which rank holds what."""
+
+    atoms: tuple[Atom, ...]
+    optimizers: tuple[OptimizerSpec, ...]
+    models: tuple[str, ...]
+    world_size: int = 1
+    piece_elements: int = PIECE_ELEMENTS
+
+    @property
+    def id(self) -> str:
+        """A hash of the content: equal layouts have equal ids."""
+        return xxhash.xxh3_128_hexdigest(msgspec.json.encode(self))[:16]
+
+    def by_uid(self) -> dict[int, Atom]:
+        return {atom.uid: atom for atom in self.atoms}

@@ -1,0 +1,100 @@
+"""The audit: hashes of S(step), taken in the background while nothing may change it.
+
+Between the commit of step t and the next update, parameters and optimizer state are read-only. Parameters are hashed at
+every step; optimizer state too as long as that takes little of the step's time, else in rotation. The training thread
+ends the window before the next update; it waits only for parameters, and in practice never.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+
+from everstep.atoms import PIECE_ELEMENTS
+from everstep.capture.pending import Audit
+from everstep.capture.watch import Watched
+
+
+class Auditor:
+    """One thread that hashes the state of one step at a time."""
+
+    def __init__(self, *, full: bool, share: float = 0.1) -> None:
+        """`full`: everything at every step, whatever it costs. `share`: of the step's time for optimizer state."""
+        self._full = full
+        self._share = share
+        self._jobs: queue.SimpleQueue[tuple[Audit, list[Watched], list[Watched], float] | None] = queue.SimpleQueue()
+        self._current: Audit | None = None
+        self._cut = threading.Event()
+        self._must_done = threading.Event()
+        self._turn = 0
+        self.error: BaseException | None = None
+        self.busy_s = 0.0
+        self._thread = threading.Thread(target=self._run, name="everstep-audit", daemon=True)
+        self._thread.start()
+
+    def begin(self, audit: Audit, must: list[Watched], may: list[Watched], step_s: float) -> None:
+        """Start hashing S(step). Called at the commit."""
+        self._current = audit
+        self._cut.clear()
+        self._must_done.clear()
+        self._jobs.put((audit, must, may, step_s))
+
+    def end(self) -> None:
+        """The state is about to change: return when no thread looks at it any more."""
+        audit, self._current = self._current, None
+        if audit is None:
+            return
+        if self._full:
+            audit.done.wait()
+            return
+        self._must_done.wait()
+        self._cut.set()
+        audit.done.wait()
+
+    def close(self) -> None:
+        self.end()
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            job = self._jobs.get()
+            if job is None:
+                return
+            audit = job[0]
+            try:
+                self._hash(*job)
+            except BaseException as e:
+                self.error = e
+            finally:
+                self._must_done.set()
+                audit.done.set()
+
+    def _hash(self, audit: Audit, must: list[Watched], may: list[Watched], step_s: float) -> None:
+        begun = time.perf_counter()
+        complete = True
+        for w in must:
+            complete &= _hash_one(audit, w)
+        self._must_done.set()
+        deadline = float("inf") if self._full else begun + max(self._share * step_s, 1e-4)
+        done = 0
+        for i in range(len(may)):
+            if self._cut.is_set() or time.perf_counter() > deadline:
+                break
+            complete &= _hash_one(audit, may[(self._turn + i) % len(may)])
+            done += 1
+        self._turn += done
+        audit.complete = complete and done == len(may)
+        self.busy_s += time.perf_counter() - begun
+
+
+def _hash_one(audit: Audit, w: Watched) -> bool:
+    """Add the hashes of one tensor, unless it was changed meanwhile. Returns whether they were added."""
+    version = w.tensor._version
+    sums = [(low // w.itemsize, w.hash_range(low, high)) for _, low, high in w.piece_ranges()]
+    if w.tensor._version != version:
+        return False
+    for start, value in sums:
+        audit.add(w.uid, start // PIECE_ELEMENTS, value)
+    return True

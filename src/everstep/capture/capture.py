@@ -1,0 +1,359 @@
+"""Capture: everything that happens to the training state between two commits becomes one frame.
+
+Runs on the training thread, except for what it hands to the writer (offload.py), the auditor and the base thread.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from everstep import cursor as cursors
+from everstep import tree
+from everstep.atoms import Layout, state_uid
+from everstep.capture.auditor import Auditor
+from everstep.capture.offload import Offload
+from everstep.capture.pending import Audit, Item, PendingCommit, PendingLayout, PendingTensor, Seal
+from everstep.capture.snapshot import Snapshot
+from everstep.capture.tap import Tap
+from everstep.capture.watch import Watch
+from everstep.errors import HiddenEditWarning
+from everstep.format.documents import StoredOptimizer
+from everstep.memory import strides_of
+from everstep.naming import Inventory, take_inventory
+from everstep.store.bases import Slot
+from everstep.store.log import LogWriter
+
+
+@dataclass(frozen=True)
+class Destination:
+    """Where bases of this generation go and what they say about themselves."""
+
+    run: str
+    timeline: int
+    generation: int
+    bases: str
+    direct: bool
+    fingerprint: dict[str, Any]
+
+
+class Capture:
+    """The live objects of one generation, watched from its first step to its last."""
+
+    def __init__(
+        self, models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer], step: int, log: LogWriter,
+        write_layout: Callable[[Layout], None], destination: Destination, *, inventory: Inventory, full_audit: bool,
+        durability: str, batch_steps: int, max_inflight_steps: int, max_inflight_bytes: int,
+    ) -> None:  # fmt: skip
+        self.step = step
+        self._models, self._optimizers = dict(models), dict(optimizers)
+        self._destination = destination
+        self._inventory = inventory
+        self._note_structure()
+        self.taps = {
+            name: Tap(name, optimizer, lambda name=name: self._inventory.groups[name], self)  # type: ignore[misc]
+            for name, optimizer in optimizers.items()
+        }
+        self._watch = Watch(inventory, self._optimizers)
+        self._auditor = Auditor(full=full_audit)
+        self.offload = Offload(
+            log, inventory.layout, write_layout, durability=durability, batch_steps=batch_steps,
+            max_inflight_steps=max_inflight_steps, max_inflight_bytes=max_inflight_bytes,
+        )  # fmt: skip
+        self._updates = 0
+        self._overwrites = 0
+        self._seals: list[Seal] = []
+        self._grads_seen: dict[int, tuple[int, int]] = {}
+        self.snapshot: Snapshot | None = None
+        self.wants_base = ""
+        """Why the run should take a base at its next commit; empty: no reason."""
+        self.hidden_edits = 0
+        self.thread_s = 0.0
+        self.stall_s = 0.0
+        self.step_s = 0.0
+        self._last_commit = time.perf_counter()
+        self._last_audit: Audit | None = None
+
+    @property
+    def layout(self) -> Layout:
+        return self._inventory.layout
+
+    # -- Recorder: called by taps -------------------------------------------------------------------------------------
+
+    def before_update(self, tap: Tap) -> None:
+        """An optimizer is about to change the state."""
+        begun = time.perf_counter()
+        for each in self.taps.values():
+            each.settle(force=True)
+        self._auditor.end()
+        if self.snapshot is not None:
+            self.snapshot.guard()
+        self._read_only_ended = time.perf_counter()
+        if any(t.groups_changed() for t in self.taps.values()) or self._structure_changed():
+            self._restructure()
+        for item in self._watch.check(commit=False):
+            self._overwrites += 1
+            self.put(item)
+        for each in self.taps.values():
+            if each.results_due and not each.overwrite:
+                self._store_results(each)
+        for item in tap.changed_groups():
+            self.put(item)
+        self._warn_hidden()
+        self.thread_s += time.perf_counter() - begun
+
+    def after_update(self, optimizer: str) -> None:
+        self._updates += 1
+        self._watch.after_update(optimizer)
+
+    def put(self, item: Item) -> None:
+        self.offload.put(self.step + 1, item)
+
+    def warn(self, message: str, category: type[Warning]) -> None:
+        warnings.warn(message, category, stacklevel=2)
+
+    # -- the boundary -------------------------------------------------------------------------------------------------
+
+    def commit(self, cursor: Callable[[], dict[str, Any]]) -> bool:
+        """Close the frame of the next step, if anything happened. Returns whether it did."""
+        for tap in self.taps.values():
+            tap.reset_after_exception()
+        if self._structure_changed() or any(t.groups_changed() for t in self.taps.values()):
+            self._restructure()
+        for item in self._watch.check(commit=True):
+            self._overwrites += 1
+            self.put(item)
+        for tap in self.taps.values():
+            if tap.results_due:
+                self._store_results(tap)
+        self._warn_hidden()
+        if not self._updates:
+            if not self._overwrites:
+                return False
+            if any(tap.accumulating(self._grads_seen) for tap in self.taps.values()):
+                return False  # the gradients of an accumulation are not in any frame: wait for its update
+        for tap in self.taps.values():
+            for item in (*tap.changed_groups(), *tap.carried()):
+                self.put(item)
+        self.step += 1
+        self._updates = self._overwrites = 0
+        pending = PendingCommit(self.step, cursor(), self._audit(), time.time_ns())
+        for tap in self.taps.values():
+            tap.settle()
+            tap.mark(self._grads_seen)
+        self.offload.commit(pending)
+        self._last_audit = pending.audit
+        self._watch.after_commit()
+        now = time.perf_counter()
+        took, self._last_commit = now - self._last_commit, now
+        self.step_s = took if self.step_s == 0.0 else 0.9 * self.step_s + 0.1 * took
+        if not self.offload.has_room():
+            self.settle()
+            self.stall_s += self.offload.wait_for_room()
+        return True
+
+    def settle(self) -> None:
+        """Make sure that nothing in flight waits for the training thread."""
+        for tap in self.taps.values():
+            tap.settle(force=True)
+
+    def forget_changes(self) -> None:
+        """The live objects were set to S(step) again: nothing has happened since."""
+        self._watch.install(self._inventory)
+        for tap in self.taps.values():
+            tap.regroup()
+        self._updates = self._overwrites = 0
+
+    def pending(self) -> bool:
+        """Whether something has happened since the last commit."""
+        return bool(self._updates or self._overwrites)
+
+    def _audit(self) -> Audit:
+        audit = Audit()
+        must, may = self._watch.targets()
+        if self._watch.covers_all():
+            for uid, piece, value in self._watch.slice_sums():
+                audit.add(uid, piece, value)
+            audit.complete = True
+            audit.done.set()
+            return audit
+        self._auditor.end()
+        self._auditor.begin(audit, must, may, self.step_s)
+        return audit
+
+    def _store_results(self, tap: Tap) -> None:
+        tap.results_due = False
+        for item in tap.result_items():
+            self.put(item)
+        self._overwrites += 1
+
+    def _warn_hidden(self) -> None:
+        labels = self._watch.hidden_edits
+        if not labels:
+            return
+        self._watch.hidden_edits = []
+        self._watch.look_closely()
+        self.hidden_edits += len(labels)
+        self.wants_base = f"a hidden edit of {labels[0]} near step {self.step + 1}"
+        warnings.warn(
+            f"near step {self.step + 1}, {', '.join(labels[:5])} changed by means that no version counter shows (.data, "
+            "numpy?). The new values are recorded, and a new base will be taken. Edit tensors under torch.no_grad() "
+            "instead, or pass audit='full'",
+            HiddenEditWarning,
+            stacklevel=2,
+        )
+
+    # -- structure ----------------------------------------------------------------------------------------------------
+
+    def _note_structure(self) -> None:
+        tensors = self._inventory.tensors
+        self._hung = [(p.container, p.key, tensors[p.uid]) for p in self._inventory.places]
+        self._flags_of = list(tensors.values())
+        self._flags = [t.requires_grad for t in self._flags_of]
+
+    def _structure_changed(self) -> bool:
+        return (
+            any(c.get(k) is not t for c, k, t in self._hung)
+            or any(len(c) != n for c, n in self._inventory.containers)
+            or [t.requires_grad for t in self._flags_of] != self._flags
+        )
+
+    def _restructure(self) -> None:
+        """Atoms or groups have changed: record how, and look at the new ones from now on."""
+        old = self._inventory
+        new = take_inventory(self._models, self._optimizers)
+        self._inventory = new
+        self._note_structure()
+        if new.layout.id != old.layout.id:
+            self.put(PendingLayout(new.layout))
+        for uid, tensor in new.tensors.items():
+            if old.tensors.get(uid) is not tensor:
+                self.put(PendingTensor(uid, tensor.detach().clone()))
+        for name, tap in self.taps.items():
+            if tap.groups_changed() or new.groups[name] != old.groups[name]:
+                tap.settle(force=True)
+                tap.regroup()
+                self.put(tap.groups_item())
+        self._watch.install(new)
+        self._overwrites += 1
+
+    # -- bases --------------------------------------------------------------------------------------------------------
+
+    def take_base(self, cursor: dict[str, Any], on_done: Callable[[Snapshot], None]) -> Snapshot:
+        """Start a base of the state as it is now, right after a commit (or before the first step)."""
+        if self.snapshot is not None:
+            self.snapshot.guard()
+            self.snapshot.wait()
+        slots, tensors, settled = self._atoms()
+        optimizers = tuple(self._stored_optimizer(tap, slots, tensors, settled) for tap in self.taps.values())
+        carried = self._carried(slots, tensors, settled)
+        d = self._destination
+        layout = self._inventory.layout
+
+        def fields() -> dict[str, Any]:
+            return {
+                "run": d.run, "timeline": d.timeline, "generation": d.generation, "layout": layout,
+                "optimizers": optimizers, "cursor": cursors.encode(cursor), "carried": carried, "audit": "trainer",
+                "fingerprint": d.fingerprint,
+            }  # fmt: skip
+
+        self.wants_base = ""
+        self.snapshot = Snapshot(
+            d.bases, self.step, slots, tensors, settled, fields, direct=d.direct, audit=self._last_audit,
+            on_done=on_done,
+        )  # fmt: skip
+        return self.snapshot
+
+    def _atoms(self) -> tuple[list[Slot], list[torch.Tensor], list[bool]]:
+        slots, tensors, settled = [], [], []
+        keys: set[str] = set()
+        for atom in self._inventory.layout.atoms:
+            tensor = self._inventory.tensors[atom.uid].detach()
+            slots.append(_slot(atom.uid, atom.role, f"{atom.owner}.{atom.name}", tensor, keys))
+            # Buffers may change in the next forward: they are copied now.
+            is_buffer = atom.role == "buffer"
+            tensors.append(tensor.clone() if is_buffer else tensor)
+            settled.append(is_buffer)
+        return slots, tensors, settled
+
+    def _stored_optimizer(
+        self, tap: Tap, slots: list[Slot], tensors: list[torch.Tensor], settled: list[bool]
+    ) -> StoredOptimizer:
+        names = {a.uid: a.name for a in self._inventory.layout.atoms}
+        keys = {s.key for s in slots}
+        entries = []
+        state = tap.optimizer.state
+        known: list[tuple[int, Any]] = [
+            (u, state[p]) for u, p in zip(tap.uids, tap.params, strict=True) if p in state
+        ]
+        other = {k: v for k, v in state.items() if not isinstance(k, torch.Tensor)}
+        if other:
+            known.append((0, other))
+        for uid, values in known:
+            name_of = {id(v): str(k) for k, v in values.items()}
+
+            def put(t: torch.Tensor, uid: int = uid, name_of: dict[int, str] = name_of) -> int:
+                name = name_of.get(id(t), f"#{len(slots)}")
+                slots.append(
+                    _slot(state_uid(tap.name, uid, name), "state", f"{tap.name}.{names.get(uid, '')}.{name}", t, keys)
+                )
+                tensors.append(t.detach())
+                settled.append(False)
+                return len(slots) - 1
+
+            entries.append((uid, tree.pack(dict(values), put, path=tap.name)))
+        hyper = tuple(tree.pack(h, path=tap.name) for h in tap.hyper())
+        return StoredOptimizer(tap.name, hyper, tuple(tap.group_uids), tuple(entries))
+
+    def _carried(
+        self, slots: list[Slot], tensors: list[torch.Tensor], settled: list[bool]
+    ) -> tuple[tuple[int, int], ...]:
+        keys = {s.key for s in slots}
+        out = []
+        for tap in self.taps.values():
+            for uid, kind, grad in tap.carried_now():
+                if kind == "zero":
+                    out.append((uid, -1))
+                else:
+                    slots.append(_slot(uid, "grad", f"grad.{uid:016x}", grad, keys))
+                    tensors.append(grad.detach().clone())
+                    settled.append(True)
+                    out.append((uid, len(slots) - 1))
+        return tuple(out)
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def close(self, *, finish: bool) -> None:
+        """Stop all threads; `finish` ends the log in order. Uncommitted parts are dropped."""
+        self.settle()
+        for tap in self.taps.values():
+            tap.detach()
+        self._auditor.close()
+        if self.snapshot is not None:
+            self.snapshot.guard()
+            self.snapshot.wait()
+        self.offload.close(finish=finish)
+
+    def errors(self) -> list[BaseException]:
+        found = [self.offload.error, self._auditor.error]
+        if self.snapshot is not None:
+            found.append(self.snapshot.error)
+        return [e for e in found if e is not None]
+
+    def background_s(self) -> dict[str, float]:
+        return {"write": self.offload.busy_s, "audit": self._auditor.busy_s}
+
+
+def _slot(uid: int, role: str, key: str, tensor: torch.Tensor, keys: set[str]) -> Slot:
+    while key in keys:
+        key += "'"
+    keys.add(key)
+    return Slot(uid, role, key, tensor.dtype, tuple(tensor.shape), strides_of(tensor))
+

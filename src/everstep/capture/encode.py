@@ -1,0 +1,148 @@
+"""Pending items to records and operations. Runs on the writer thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from everstep import tree
+from everstep.atoms import PIECE_ELEMENTS, Layout
+from everstep.capture.pending import (
+    Item,
+    PendingCarry,
+    PendingGrad,
+    PendingGroups,
+    PendingLayout,
+    PendingState,
+    PendingTensor,
+    PendingTensors,
+    PendingUpdate,
+)
+from everstep.codec import Chooser
+from everstep.frame import (
+    Carry,
+    Gradient,
+    Op,
+    SetGrad,
+    SetGroups,
+    SetLayout,
+    SetState,
+    SetTensor,
+    SparseRef,
+    TensorRef,
+    Update,
+)
+from everstep.memory import CODE_BY_DTYPE, plain, strides_of, view_bytes
+from everstep.store.log import LogWriter
+
+PACK_BELOW_BYTES = 1 << 15
+"""Smaller tensors share a record."""
+
+
+class Encoder:
+    """Writes tensors into the open frame and says where they are."""
+
+    def __init__(self, log: LogWriter, write_layout: Callable[[Layout], None]) -> None:
+        self._log = log
+        self._chooser = Chooser()
+        self._write_layout = write_layout
+
+    def ops(self, item: Item) -> list[Op]:
+        """Write what an item holds; returns the operations that mean it."""
+        if isinstance(item, PendingUpdate):
+            return [self._update(item)]
+        if isinstance(item, PendingTensor):
+            return [SetTensor(item.uid, self.tensor(item.uid, item.tensor))]
+        if isinstance(item, PendingTensors):
+            return list(self._tensors(item))
+        if isinstance(item, PendingState):
+            state = None if item.state is None else tree.pack(item.state, self._leaf, path=item.optimizer)
+            return [SetState(item.optimizer, item.uid, state)]
+        if isinstance(item, PendingGroups):
+            hyper = tuple(tree.pack(h, path=item.optimizer) for h in item.hyper)
+            return [SetGroups(item.optimizer, hyper, tuple(item.params))]
+        if isinstance(item, PendingLayout):
+            self._write_layout(item.layout)
+            return [SetLayout(item.layout.id)]
+        if isinstance(item, PendingCarry):
+            return [Carry(item.kind, tuple(item.uids))]
+        assert isinstance(item, PendingGrad)
+        return [SetGrad(item.uid, self.tensor(item.uid, item.tensor))]
+
+    def _leaf(self, tensor: torch.Tensor) -> Any:
+        if tensor.numel() * tensor.element_size() < 256:
+            return None
+        ref = self.tensor(1, tensor)
+        return [ref.dtype, ref.shape, ref.first, ref.num_pieces, ref.offset, ref.strides]
+
+    def _update(self, item: PendingUpdate) -> Update:
+        grads: list[Gradient | None] = [None] * len(item.uids)
+        small: dict[torch.dtype, list[int]] = {}
+        for i, (uid, g) in enumerate(zip(item.uids, item.grads, strict=True)):
+            if g is None:
+                grads[i] = Gradient(uid)
+            elif item.skipped:
+                grads[i] = Gradient(uid, TensorRef(CODE_BY_DTYPE[g.dtype], tuple(g.shape), 0, 0))
+            elif g.is_sparse:
+                grads[i] = Gradient(uid, None, self._sparse(uid, g))
+            elif g.numel() * g.element_size() < PACK_BELOW_BYTES:
+                small.setdefault(g.dtype, []).append(i)
+            else:
+                grads[i] = Gradient(uid, self.tensor(uid, g))
+        for dtype, indices in small.items():
+            tensors = [item.grads[i] for i in indices]
+            for i, ref in zip(indices, self._pack(dtype, tensors), strict=True):
+                grads[i] = Gradient(item.uids[i], ref)
+        scale = None if item.grad_scale is None else tree.pack(item.grad_scale)
+        return Update(item.optimizer, tuple(g for g in grads if g is not None), scale, item.skipped)
+
+    def _pack(self, dtype: torch.dtype, tensors: list[Any]) -> list[TensorRef]:
+        flat = torch.cat([t.detach().reshape(-1) for t in tensors])
+        ordinal = self._piece(0, plain(flat), 0)
+        refs = []
+        offset = 0
+        for t in tensors:
+            refs.append(TensorRef(CODE_BY_DTYPE[dtype], tuple(t.shape), ordinal, 1, offset, strides_of(t)))
+            offset += t.numel() * t.element_size()
+        return refs
+
+    def _tensors(self, item: PendingTensors) -> list[SetTensor]:
+        code = CODE_BY_DTYPE[item.flat.dtype]
+        flat = plain(item.flat)
+        ordinal = self._piece(0, flat, 0)
+        ops = []
+        offset = 0
+        for uid, shape in zip(item.uids, item.shapes, strict=True):
+            ref = TensorRef(code, shape, ordinal, 1, offset)
+            ops.append(SetTensor(uid, ref))
+            offset += ref.numel * flat.element_size()
+        return ops
+
+    def _sparse(self, uid: int, g: torch.Tensor) -> SparseRef:
+        return SparseRef(
+            self.tensor(uid, g._indices()), self.tensor(uid, g._values()), tuple(g.shape), g.is_coalesced()
+        )
+
+    def tensor(self, uid: int, tensor: torch.Tensor) -> TensorRef:
+        """Write a dense tensor in pieces."""
+        strides = strides_of(tensor)
+        flat = plain(tensor).view(-1)
+        first = -1
+        count = 0
+        for start in range(0, max(flat.numel(), 1), PIECE_ELEMENTS):
+            ordinal = self._piece(uid, flat[start : start + PIECE_ELEMENTS], start)
+            first = ordinal if first < 0 else first
+            count += 1
+        return TensorRef(CODE_BY_DTYPE[tensor.dtype], tuple(tensor.shape), first, count, 0, strides)
+
+    def _piece(self, uid: int, flat: torch.Tensor, start: int) -> int:
+        raw = view_bytes(flat)
+        codec_id, version, payload = self._chooser.encode(
+            uid + start, raw, flat.element_size(), flat.dtype is torch.float32
+        )
+        return self._log.data(
+            [payload], uid=uid, dtype=CODE_BY_DTYPE[flat.dtype], start=start, count=flat.numel(), raw_bytes=len(raw),
+            codec_id=codec_id, codec_version=version,
+        )  # fmt: skip

@@ -1,0 +1,266 @@
+"""The writer thread: takes what the training thread hands over, writes frames, makes them durable.
+
+Nothing here holds a lock while it touches the disk. What is in flight is bounded; when the bound is reached the training
+thread waits, and that time is counted as stall.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Union
+
+import numpy as np
+
+from everstep import cursor as cursors
+from everstep.atoms import Layout
+from everstep.capture.encode import Encoder
+from everstep.capture.pending import Audit, Item, PendingCommit, PendingUpdate, Seal
+from everstep.errors import UsageError
+from everstep.frame import AUDIT_DTYPE, Op
+from everstep.store import files
+from everstep.store.log import LogWriter
+
+DURABILITIES = ("step", "batch", "os")
+
+
+@dataclass
+class _Open:
+    """The frame that is being written."""
+
+    step: int
+    ops: list[list[Op]]
+    seals: list[tuple[int, Seal]]
+
+
+class _Flush:
+    def __init__(self) -> None:
+        self.done = threading.Event()
+
+
+class _Stop:
+    def __init__(self, finish: bool) -> None:
+        self.finish = finish
+
+
+_Job = Union[tuple[int, Item, int], PendingCommit, _Flush, _Stop]
+
+
+class Offload:
+    """Frames on their way to the log."""
+
+    def __init__(
+        self, log: LogWriter, layout: Layout, write_layout: Callable[[Layout], None], *, durability: str,
+        batch_steps: int, max_inflight_steps: int, max_inflight_bytes: int,
+    ) -> None:  # fmt: skip
+        if durability not in DURABILITIES:
+            raise UsageError(f"durability must be one of {', '.join(DURABILITIES)}, not {durability!r}")
+        self._log = log
+        self._encoder = Encoder(log, self._layout_changed)
+        self._write_layout = write_layout
+        self._layout = layout
+        self._durability = durability
+        self._batch_steps = 1 if durability != "batch" else batch_steps
+        self._max_steps, self._max_bytes = max_inflight_steps, max_inflight_bytes
+        self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+        self._room = threading.Condition()
+        self._inflight_steps = 0
+        self._inflight_bytes = 0
+        self._frame: _Open | None = None
+        self._unsynced = 0
+        self._written_step = -1
+        self.synced_step = -1
+        """Every frame of this writer up to this step is durable."""
+        self.claim: Callable[[], int] = lambda: -1
+        """What may be called durable in footers: the run says, since a base must be durable too."""
+        self.on_durable: Callable[[int], None] = lambda step: None
+        self.error: BaseException | None = None
+        self.busy_s = 0.0
+        self.sync_s = 0.0
+        self.frame_bytes = 0
+        self._thread = threading.Thread(target=self._run, name="everstep-write", daemon=True)
+        self._thread.start()
+
+    # -- training thread ----------------------------------------------------------------------------------------------
+
+    def put(self, step: int, item: Item) -> None:
+        """Hand over a part of the frame of this step; returns at once."""
+        size = _size(item)
+        with self._room:
+            self._inflight_bytes += size
+        self._jobs.put((step, item, size))
+
+    def commit(self, pending: PendingCommit) -> None:
+        """Hand over the end of a frame; returns at once."""
+        with self._room:
+            self._inflight_steps += 1
+        self._jobs.put(pending)
+
+    def has_room(self) -> bool:
+        with self._room:
+            return self._has_room()
+
+    def _has_room(self) -> bool:
+        return self._inflight_steps < self._max_steps and (
+            self._inflight_bytes <= self._max_bytes or self._inflight_steps == 0
+        )
+
+    def wait_for_room(self) -> float:
+        """Block while too much is in flight; returns the seconds that took."""
+        begun = time.perf_counter()
+        with self._room:
+            self._room.wait_for(lambda: self._has_room() or self.error is not None)
+        return time.perf_counter() - begun
+
+    def flush(self) -> None:
+        """Return when everything handed over is durable, or has failed (see `error`)."""
+        flush = _Flush()
+        self._jobs.put(flush)
+        flush.done.wait()
+
+    def restart(self) -> None:
+        """Forget the error; the next frame opens a new segment. Only with nothing in flight."""
+        self.flush()
+        self.error = None
+        self.synced_step = -1
+
+    def inflight(self) -> tuple[int, int]:
+        with self._room:
+            return self._inflight_steps, self._inflight_bytes
+
+    def close(self, *, finish: bool) -> None:
+        """Stop the thread; `finish` ends the segment in order, dropping a frame that was not committed."""
+        self._jobs.put(_Stop(finish))
+        self._thread.join()
+
+    # -- writer thread ------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            job = self._jobs.get()
+            begun = time.perf_counter()
+            if isinstance(job, _Stop):
+                self._stop(job.finish)
+                return
+            try:
+                if isinstance(job, _Flush):
+                    self._sync_if_needed(force=True)
+                elif self.error is None:
+                    self._write(job)
+            except BaseException as e:
+                self._fail(e)
+            finally:
+                self._account(job)
+                self.busy_s += time.perf_counter() - begun
+
+    def _write(self, job: PendingCommit | tuple[int, Item, int]) -> None:
+        if isinstance(job, PendingCommit):
+            self._finish(job)
+        else:
+            self._item(job[0], job[1])
+
+    def _account(self, job: _Job) -> None:
+        """Release what the training thread may be waiting for, whatever happened to the job."""
+        if isinstance(job, _Flush):
+            job.done.set()
+        elif isinstance(job, PendingCommit):
+            with self._room:
+                self._inflight_steps -= 1
+                self._room.notify_all()
+        elif isinstance(job, tuple):
+            if isinstance(job[1], PendingUpdate) and job[1].seal is not None:
+                job[1].seal.read.set()
+            with self._room:
+                self._inflight_bytes -= job[2]
+                self._room.notify_all()
+
+    def _item(self, step: int, item: Item) -> None:
+        frame = self._open(step)
+        frame.ops.append(self._encoder.ops(item))
+        if isinstance(item, PendingUpdate) and item.seal is not None:
+            item.seal.read.set()
+            frame.seals.append((len(frame.ops) - 1, item.seal))
+
+    def _open(self, step: int) -> _Open:
+        if self._frame is None:
+            self._log.begin(step, self._layout.id, self.claim())
+            self._frame = _Open(step, [], [])
+        return self._frame
+
+    def _finish(self, job: PendingCommit) -> None:
+        frame = self._open(job.step)
+        for index, seal in frame.seals:
+            seal.open.wait()
+            if seal.instead is not None:
+                frame.ops[index] = [op for item in seal.instead for op in self._encoder.ops(item)]
+        job.audit.done.wait()
+        before = self._log.bytes_written
+        self._log.finish(
+            [op for ops in frame.ops for op in ops], cursors.encode(job.cursor), encode_audit(job.audit),
+            job.audit.complete, self.claim(), job.wall_time_ns,
+        )  # fmt: skip
+        self.frame_bytes = self._log.bytes_written - before
+        self._frame = None
+        self._written_step = job.step
+        self._unsynced += 1
+        self._sync_if_needed()
+
+    def _sync_if_needed(self, *, force: bool = False) -> None:
+        if self._unsynced == 0 or self.error is not None:
+            return
+        if self._durability == "os":
+            self._log.write_out()
+        elif force or self._unsynced >= self._batch_steps:
+            if self._frame is not None:
+                return  # a frame is open: its commit will sync
+            begun = time.perf_counter()
+            self._log.sync()
+            self.sync_s += time.perf_counter() - begun
+        else:
+            return
+        self._unsynced = 0
+        self.synced_step = self._written_step
+        self.on_durable(self.synced_step)
+        files.note(f"synced {self.synced_step}")
+
+    def _layout_changed(self, layout: Layout) -> None:
+        self._write_layout(layout)
+        self._layout = layout
+
+    def _fail(self, e: BaseException) -> None:
+        if self.error is None:
+            self.error = e
+        if self._frame is not None:
+            for _, seal in self._frame.seals:
+                seal.open.set()
+        self._frame = None
+        self._unsynced = 0
+        self._log.abandon()
+        with self._room:
+            self._room.notify_all()
+
+    def _stop(self, finish: bool) -> None:
+        try:
+            if self.error is None:
+                if finish:
+                    self._log.end_segment(None, self.claim())
+                else:
+                    self._log.abandon()
+        except BaseException as e:
+            self._fail(e)
+
+
+def encode_audit(audit: Audit) -> bytes:
+    out = np.zeros(len(audit.uids), AUDIT_DTYPE)
+    out["uid"], out["piece"], out["hash"] = audit.uids, audit.pieces, audit.hashes
+    return out.tobytes()
+
+
+def _size(item: Item) -> int:
+    if isinstance(item, PendingUpdate):
+        return sum(g.numel() * g.element_size() if not g.is_sparse else g._nnz() for g in item.grads if g is not None)
+    tensor = getattr(item, "tensor", None)
+    return tensor.numel() * tensor.element_size() if tensor is not None else 0

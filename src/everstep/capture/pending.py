@@ -1,0 +1,117 @@
+"""What the training thread hands over: the parts of a frame before they are bytes.
+
+Tensors in here are owned by the frame: copies, or references that nobody else can write to any more (see Seal).
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import Any, Union
+
+import torch
+
+from everstep.atoms import Layout
+
+
+class Seal:
+    """The promise that gradients held by reference were not written to before their bytes were read.
+
+    The writer thread sets `read` when it has read them. The training thread opens the seal: either nobody else can write to
+    them any more, or they had been read while their version counters had not moved, or (`instead`) something wrote to them
+    and the results of the update are stored in place of its gradients.
+    """
+
+    def __init__(self) -> None:
+        self.read = threading.Event()
+        self.open = threading.Event()
+        self.instead: list[Item] | None = None
+
+
+@dataclass
+class PendingUpdate:
+    optimizer: str
+    uids: list[int]
+    grads: list[torch.Tensor | None]
+    seal: Seal | None = None
+    grad_scale: torch.Tensor | None = None
+    skipped: bool = False
+
+
+@dataclass
+class PendingTensor:
+    uid: int
+    tensor: torch.Tensor
+
+
+@dataclass
+class PendingTensors:
+    """Several tensors of one dtype, concatenated."""
+
+    uids: list[int]
+    shapes: list[tuple[int, ...]]
+    flat: torch.Tensor
+
+
+@dataclass
+class PendingState:
+    optimizer: str
+    uid: int
+    state: dict[str, Any] | None
+    """tree.freeze of the live dict."""
+
+
+@dataclass
+class PendingGroups:
+    optimizer: str
+    hyper: list[dict[str, Any]]
+    params: list[tuple[int, ...]]
+
+
+@dataclass
+class PendingLayout:
+    layout: Layout
+
+
+@dataclass
+class PendingCarry:
+    kind: str
+    uids: list[int]
+
+
+@dataclass
+class PendingGrad:
+    uid: int
+    tensor: torch.Tensor
+
+
+Item = Union[
+    PendingUpdate, PendingTensor, PendingTensors, PendingState, PendingGroups, PendingLayout, PendingCarry, PendingGrad
+]
+
+
+class Audit:
+    """Hashes of S(step), being taken."""
+
+    def __init__(self) -> None:
+        self.done = threading.Event()
+        self.uids: list[int] = []
+        self.pieces: list[int] = []
+        self.hashes: list[int] = []
+        self.complete = False
+
+    def add(self, uid: int, piece: int, value: int) -> None:
+        self.uids.append(uid)
+        self.pieces.append(piece)
+        self.hashes.append(value)
+
+
+@dataclass
+class PendingCommit:
+    """The tail of a frame: with it, the frame is complete."""
+
+    step: int
+    cursor: dict[str, Any]
+    audit: Audit
+    wall_time_ns: int
+    seals: list[Seal] = field(default_factory=list)

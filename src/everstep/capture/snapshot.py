@@ -1,0 +1,122 @@
+"""A base taken from live state, in the background, tensor by tensor.
+
+Between two updates the state is read-only, so tensors are written straight from where they are. Before the next update
+the training thread calls guard(): what has not been written yet is then copied in memory first, and only that is waited
+for.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from everstep.capture.pending import Audit
+from everstep.errors import StorageError
+from everstep.format.documents import Manifest
+from everstep.memory import plain
+from everstep.store.bases import BaseWriter, Slot
+
+
+class Snapshot:
+    """One base on its way to disk. `tensors[i]` belongs to `slots[i]`; `settled[i]` tells that it is a copy already."""
+
+    def __init__(
+        self, bases: str, step: int, slots: Sequence[Slot], tensors: list[torch.Tensor], settled: Sequence[bool],
+        fields: Callable[[], dict[str, Any]], *, direct: bool, audit: Audit | None = None,
+        on_done: Callable[[Snapshot], None],
+    ) -> None:  # fmt: skip
+        self.step = step
+        self.error: BaseException | None = None
+        self.manifest: Manifest | None = None
+        self.torn = False
+        """Something changed the state while it was being copied: this base was discarded."""
+        self._args = (bases, step, slots)
+        self._direct = direct
+        self._tensors = tensors
+        self._settled = list(settled)
+        self._versions = [t._version for t in tensors]
+        self._fields = fields
+        self._audit = audit
+        self._on_done = on_done
+        self._urgent = threading.Event()
+        self._copied = threading.Event()
+        self.done = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="everstep-base", daemon=True)
+        self._thread.start()
+
+    def guard(self) -> None:
+        """The state is about to change: return when this base no longer looks at it."""
+        if not self._copied.is_set():
+            self._urgent.set()
+            self._copied.wait()
+
+    def wait(self) -> None:
+        self.done.wait()
+
+    def _run(self) -> None:
+        writer: BaseWriter | None = None
+        try:
+            writer = BaseWriter(*self._args, direct=self._direct)
+            for position, index in enumerate(writer.order):
+                if self._urgent.is_set() and not self._copied.is_set():
+                    self._copy(writer.order[position:])
+                writer.add(self._tensors[index])
+                self._settled[index] = self._settled[index] or self._unchanged(index)
+            self._copied.set()
+            if self.torn:
+                writer.abandon()
+            else:
+                self._finish(writer)
+        except BaseException as e:
+            self.error = e
+            if writer is not None:
+                try:
+                    writer.abandon()
+                except StorageError:
+                    pass  # the first error is the one to report
+        finally:
+            self._copied.set()
+            self._tensors = []
+            self.done.set()
+            self._on_done(self)
+
+    def _unchanged(self, index: int) -> bool:
+        """Whether a live tensor kept its version while its bytes were taken."""
+        if self._tensors[index]._version != self._versions[index]:
+            self.torn = True
+        return True
+
+    def _copy(self, rest: Sequence[int]) -> None:
+        for index in rest:
+            if not self._settled[index]:
+                copy = plain(self._tensors[index]).clone()
+                self._unchanged(index)
+                self._tensors[index], self._versions[index] = copy, copy._version
+                self._settled[index] = True
+        self._copied.set()
+
+    def _finish(self, writer: BaseWriter) -> None:
+        if self._audit is not None:
+            self._audit.done.wait()
+        fields = self._fields()
+        if self._audit is not None and not self._agrees(writer):
+            self.torn = True
+            writer.abandon()
+            return
+        self.manifest = writer.finish(step=self.step, **fields)
+
+    def _agrees(self, writer: BaseWriter) -> bool:
+        """Whether the base has the hashes that the audit of the same step found."""
+        assert self._audit is not None
+        expected = {
+            (u, p): h
+            for u, p, h in zip(self._audit.uids, self._audit.pieces, self._audit.hashes, strict=True)
+        }
+        return all(
+            expected.get((stored.uid, piece), value) == value
+            for stored in writer.stored()
+            for piece, value in enumerate(stored.sums)
+        )

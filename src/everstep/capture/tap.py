@@ -1,0 +1,501 @@
+"""An optimizer's own hooks: gradients exactly as consumed, hyperparameters as used.
+
+Who owns a gradient is learned. In the first updates gradients are copied while the tap watches what becomes of them.
+If each time they were let go untouched (`zero_grad(set_to_none=True)` after or before the next backward), later ones are
+held by reference, under a Seal. If anything deviates, the results of that update are stored in place of its gradients
+and the tap goes back to copying: nothing wrong is ever logged as right.
+
+Everything here runs on the training thread.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import msgspec
+import torch
+from torch.optim import Optimizer
+
+from everstep import tree
+from everstep.capture.pending import (
+    Item,
+    PendingCarry,
+    PendingGrad,
+    PendingGroups,
+    PendingState,
+    PendingTensor,
+    PendingUpdate,
+    Seal,
+)
+from everstep.capture.trial import Trial
+from everstep.errors import InexactWarning
+from everstep.fold import class_name
+from everstep.memory import plain, view_bytes
+
+LEARNING_UPDATES = 3
+MAX_DEVIATIONS = 8
+"""After so many updates whose gradients were not let go, they are copied for good."""
+NEVER_REPLAYED = frozenset(("torch.optim.LBFGS",))
+_use_count: Callable[[int], int] = torch._C._storage_Use_Count  # type: ignore[attr-defined]
+
+
+class Recorder(Protocol):
+    """What a tap needs from the run."""
+
+    def before_update(self, tap: Tap) -> None: ...
+
+    def put(self, item: Item) -> None: ...
+
+    def after_update(self, optimizer: str) -> None: ...
+
+    def warn(self, message: str, category: type[Warning]) -> None: ...
+
+
+class _Held:
+    """Gradients of one update, held by reference until it is sure what becomes of them."""
+
+    def __init__(self, params: list[torch.Tensor], grads: list[torch.Tensor | None], seal: Seal | None) -> None:
+        self.params = [p for p, g in zip(params, grads, strict=True) if g is not None]
+        self.grads = [g for g in grads if g is not None]
+        self.versions = [g._version for g in self.grads]
+        self.seal = seal
+
+    def untouched(self) -> bool:
+        return [g._version for g in self.grads] == self.versions
+
+    def released(self) -> bool:
+        """Whether nobody but Everstep can reach them: not on the parameter, no other reference, memory not shared."""
+        grads = self.grads
+        if any(p.grad is g for p, g in zip(self.params, grads, strict=True)):
+            return False
+        # References: the list here, the pending update's list, the loop variable, getrefcount's argument.
+        return self.untouched() and all(sys.getrefcount(g) <= _OUR_REFERENCES for g in grads)
+
+
+_OUR_REFERENCES = 4
+
+
+class Tap:
+    """Hooks of one optimizer."""
+
+    def __init__(
+        self, name: str, optimizer: Optimizer, uids: Callable[[], list[tuple[int, ...]]], recorder: Recorder
+    ) -> None:
+        """`uids` names the parameters of the groups as they are when it is called."""
+        self.name = name
+        self.optimizer = optimizer
+        self._uids_now = uids
+        self._recorder = recorder
+        self._depth = 0
+        self._grads: list[torch.Tensor | None] | None = None
+        self._versions: list[int] = []
+        self._copies: list[torch.Tensor | None] | None = None
+        self._take_after = False
+        self._skipped = False
+        self._scale: torch.Tensor | None = None
+        self._held: _Held | None = None
+        self._clean = 0
+        self._deviations = 0
+        self.overwrite = class_name(type(optimizer)) in NEVER_REPLAYED
+        """Results are stored in place of gradients: this optimizer cannot be replayed."""
+        self.results_due = False
+        self.interrupted = False
+        """A step raised: what it left behind is unknown."""
+        self._writes_grads = False
+        self._trials_left = 2
+        self._trial: Trial | None = None
+        self._at_commit: list[torch.Tensor | None] = []
+        self._carries = True
+        self._carry_seen = 0
+        self._carry_kinds: dict[int, str] = {}
+        self._zeroed = False
+        self.updates = 0
+        self.copied_bytes = 0
+        self._read_groups()
+        self._handles = [
+            optimizer.register_step_pre_hook(self._pre),
+            optimizer.register_step_post_hook(self._post),
+        ]
+        self._wrap_zero_grad()
+
+    def detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        if self.optimizer.__dict__.get("zero_grad") is self._zero_grad:
+            del self.optimizer.__dict__["zero_grad"]
+
+    # -- parameter groups ---------------------------------------------------------------------------------------------
+
+    def _read_groups(self) -> None:
+        groups = self.optimizer.param_groups
+        self.params: list[torch.Tensor] = [p for g in groups for p in g["params"]]
+        self.param_ids = list(map(id, self.params))
+        self.group_sizes = [len(g["params"]) for g in groups]
+        self.group_uids = self._uids_now()
+        self.uids = [uid for group in self.group_uids for uid in group]
+        self._hyper_bytes = self._encode_hyper()
+
+    def groups_changed(self) -> bool:
+        """Whether parameters were added, removed or regrouped."""
+        groups = self.optimizer.param_groups
+        return [len(g["params"]) for g in groups] != self.group_sizes or [
+            id(p) for g in groups for p in g["params"]
+        ] != self.param_ids
+
+    def regroup(self) -> None:
+        """Learn the groups anew; what was learned of gradients starts over."""
+        self._read_groups()
+        self._held, self._clean = None, 0
+        self._trials_left = max(self._trials_left, 1)
+        self._at_commit, self._carry_seen, self._carries = [], 0, True
+
+    def hyper(self) -> list[dict[str, Any]]:
+        return [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
+
+    def _encode_hyper(self) -> bytes | None:
+        """The hyperparameters as bytes, to compare bit for bit; None if some are not plain."""
+        try:
+            return msgspec.msgpack.encode(self.hyper())
+        except (TypeError, ValueError, OverflowError):
+            return None
+
+    def groups_item(self) -> PendingGroups:
+        return PendingGroups(self.name, tree.freeze(self.hyper(), path=self.name), list(self.group_uids))
+
+    def changed_groups(self) -> list[Item]:
+        """The groups, if any hyperparameter differs from what was last recorded."""
+        now = self._encode_hyper()
+        if now is not None and now == self._hyper_bytes:
+            return []
+        self._hyper_bytes = now
+        return [self.groups_item()]
+
+    # -- hooks --------------------------------------------------------------------------------------------------------
+
+    def _pre(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        self._depth += 1
+        if self._depth > 1:
+            return None
+        self._recorder.before_update(self)
+        self._learn()
+        self._grads = self._copies = None
+        self._take_after, self._scale, self._skipped = False, None, False
+        if self._trials_left > 0 and not self.overwrite:
+            self._trial = Trial(self.name, self.optimizer, self.uids, self.group_uids)
+        closure = kwargs.get("closure") if "closure" in kwargs else (args[1] if len(args) > 1 else None)
+        if closure is None or self.overwrite:
+            self._take()
+            return None
+
+        def wrapped(*a: Any, **k: Any) -> Any:
+            result = closure(*a, **k)
+            self._take()
+            return result
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": wrapped}
+        return (args[0], wrapped, *args[2:]), kwargs
+
+    def _take(self) -> None:
+        """The gradients that are about to be consumed."""
+        if self.overwrite:
+            return
+        self._grads = [p.grad for p in self.params]
+        scale = getattr(self.optimizer, "grad_scale", None)
+        found_inf = getattr(self.optimizer, "found_inf", None)
+        if found_inf is not None and float(found_inf) != 0.0:
+            self._skipped = True
+            return
+        if scale is not None:
+            if _unscaling_is_exact(scale, self._grads):
+                self._take_after = True
+                return
+            self._scale = scale.detach().clone()
+            self._copies = self._copy(self._grads)
+        elif self._must_copy():
+            self._copies = self._copy(self._grads)
+        self._versions = [-1 if g is None else g._version for g in self._grads]
+
+    def _must_copy(self) -> bool:
+        return self._writes_grads or self._clean < LEARNING_UPDATES
+
+    def _copy(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        copies = [None if g is None else _clone(g) for g in grads]
+        self.copied_bytes += sum(g.numel() * g.element_size() for g in copies if g is not None and not g.is_sparse)
+        return copies
+
+    def _post(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._depth -= 1
+        if self._depth > 0:
+            return
+        self._move_last()
+        self.updates += 1
+        if self.overwrite or self._grads is None:
+            self.results_due = True
+            self._recorder.after_update(self.name)
+            return
+        if self._skipped:
+            self._after_skipped()
+        else:
+            self._hand_over()
+        self._grads = self._copies = None
+        self._recorder.after_update(self.name)
+
+    def _after_skipped(self) -> None:
+        assert self._grads is not None
+        self._recorder.put(PendingUpdate(self.name, self.uids, [g if g is None else g.detach() for g in self._grads],
+                                         skipped=True))  # fmt: skip
+        # A kernel that skips may still have made state, and fused SGD leaves it uninitialised: store it as it is.
+        for item in self.state_items():
+            self._recorder.put(item)
+        self._trial = None
+
+    def _hand_over(self) -> None:
+        assert self._grads is not None
+        now = [p.grad for p in self.params]
+        if self._take_after:
+            self._grads, self._versions = now, [-1 if g is None else g._version for g in now]
+            if self._must_copy():
+                self._copies = self._copy(now)
+        deviation = self._compare(now)
+        if self._copies is not None:
+            update = PendingUpdate(self.name, self.uids, self._copies, grad_scale=self._scale)
+            watched = self._grads if self._deviations < MAX_DEVIATIONS or self._carries else []
+            self._held = _Held(self.params[: len(watched)], watched, None)
+        elif deviation:
+            self._deviations += 1
+            self._clean, self._held, self.results_due = 0, None, True
+            return
+        else:
+            seal = Seal()
+            grads, shared = _unshared(self._grads)
+            update = PendingUpdate(self.name, self.uids, grads, seal)
+            self._held = _Held(self.params, [None if s else g for g, s in zip(self._grads, shared, strict=True)], seal)
+        if self._trial is not None:
+            self._try(update)
+            if self.overwrite:
+                self.results_due = True
+                return
+        self._recorder.put(update)
+
+    def _compare(self, now: list[torch.Tensor | None]) -> str:
+        """What is different from before the step, in words; empty if nothing."""
+        assert self._grads is not None
+        if self._take_after:
+            return ""
+        replaced = [i for i, (a, b) in enumerate(zip(self._grads, now, strict=True)) if a is not b]
+        written = [
+            i
+            for i, (g, v) in enumerate(zip(self._grads, self._versions, strict=True))
+            if g is not None and g._version != v
+        ]
+        if replaced:
+            # Somebody's hook ran after ours. What they put there is what was consumed, if the step left it alone; the
+            # trial or the audit will tell. Our hook is last from now on.
+            if self._copies is not None:
+                for i in replaced:
+                    g = now[i]
+                    self._copies[i] = None if g is None else _clone(g)
+            return "a gradient was replaced by a hook that ran after Everstep's"
+        if not self._writes_grads and self._copies is not None and not written and self._clean < LEARNING_UPDATES:
+            # A step that writes into gradients without moving their version counters.
+            if any(
+                a is not None and b is not None and not a.is_sparse and not _same(a, b)
+                for a, b in zip(self._copies, now, strict=True)
+            ) and self._scale is None:  # fmt: skip
+                written = [0]
+        if written:
+            self._writes_grads = True
+            return "the optimizer writes into its gradients"
+        return ""
+
+    def _try(self, update: PendingUpdate) -> None:
+        trial, self._trial = self._trial, None
+        assert trial is not None
+        self._trials_left -= 1
+        wrong = trial.differs(update)
+        if wrong:
+            self.overwrite = True
+            self._recorder.warn(
+                f"{class_name(type(self.optimizer))} ({self.name!r}) cannot be replayed bit for bit here: {wrong}. Its "
+                "results are stored at every step instead of its gradients; that costs more bytes and a copy",
+                InexactWarning,
+            )
+
+    def _move_last(self) -> None:
+        hooks = self.optimizer._optimizer_step_pre_hooks
+        if next(reversed(hooks)) != self._handles[0].id:
+            hooks.move_to_end(self._handles[0].id)
+
+    # -- what becomes of gradients ------------------------------------------------------------------------------------
+
+    def settle(self, *, force: bool = False) -> None:
+        """Open the seal of the last update if that can be done now; `force`: wait for the writer if it must be."""
+        held = self._held
+        if held is None or held.seal is None or held.seal.open.is_set():
+            return
+        if held.released():
+            held.seal.open.set()
+            return
+        if force:
+            held.seal.read.wait()
+        if held.seal.read.is_set():
+            if not held.untouched():
+                held.seal.instead = self.result_items()
+                self._clean, self._held = 0, None
+                self._deviations += 1
+            held.seal.open.set()
+
+    def _learn(self) -> None:
+        """At this optimizer's next update: were the last gradients let go untouched?"""
+        held, self._held = self._held, None
+        if self._at_commit:
+            same = any(
+                g is not None and p.grad is g for p, g in zip(self.params, self._at_commit, strict=True)
+            )
+            self._carries = same
+            self._carry_seen += 1
+        if held is None:
+            return
+        if held.untouched() and not any(p.grad is g for p, g in zip(held.params, held.grads, strict=True)):
+            self._clean += self._deviations < MAX_DEVIATIONS
+        else:
+            self._clean = 0
+            self._deviations += held.seal is None
+
+    def _wrap_zero_grad(self) -> None:
+        original = self.optimizer.zero_grad
+        tap = self
+
+        def zero_grad(set_to_none: bool = True) -> None:
+            if not set_to_none:
+                tap.settle(force=True)
+            original(set_to_none=set_to_none)
+            tap._zeroed = not set_to_none
+            tap.settle()
+
+        self._zero_grad = zero_grad
+        self.optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+
+    # -- results and carried gradients --------------------------------------------------------------------------------
+
+    def result_items(self) -> list[Item]:
+        """Parameters and state as they are now."""
+        items: list[Item] = [PendingTensor(u, p.detach().clone()) for u, p in zip(self.uids, self.params, strict=True)]
+        return items + self.state_items()
+
+    def state_items(self) -> list[Item]:
+        state = self.optimizer.state
+        items: list[Item] = []
+        for uid, p in zip(self.uids, self.params, strict=True):
+            values = state.get(p)
+            items.append(
+                PendingState(self.name, uid, None if values is None else tree.freeze(dict(values), path=self.name))
+            )
+        other = {k: v for k, v in state.items() if not isinstance(k, torch.Tensor)}
+        if other:
+            items.append(PendingState(self.name, 0, tree.freeze(other, path=self.name)))
+        return items
+
+    def carried(self) -> list[Item]:
+        """At a commit: gradients that stay on the parameters and that the next backward may add to."""
+        if not self._carries and self._carry_seen >= 2:
+            if self._carry_kinds:
+                gone = PendingCarry("none", list(self._carry_kinds))
+                self._carry_kinds = {}
+                return [gone]
+            return []
+        held = self._held
+        consumed = {} if held is None else {id(g): v for g, v in zip(held.grads, held.versions, strict=True)}
+        self._at_commit = [p.grad for p in self.params]
+        kinds: dict[int, str] = {}
+        items: list[Item] = []
+        for uid, g in zip(self.uids, self._at_commit, strict=True):
+            if g is None or g.is_sparse:
+                continue
+            if consumed.get(id(g)) == g._version and not self._writes_grads:
+                kinds[uid] = "consumed"
+            elif not bool(torch.count_nonzero(view_as_bits(g))):
+                kinds[uid] = "zero"
+            else:
+                kinds[uid] = "given"
+                items.append(PendingGrad(uid, g.detach().clone()))
+        gone_uids = [u for u in self._carry_kinds if u not in kinds]
+        for kind in ("consumed", "zero"):
+            uids = [u for u, k in kinds.items() if k == kind]
+            if uids:
+                items.append(PendingCarry(kind, uids))
+        if gone_uids:
+            items.append(PendingCarry("none", gone_uids))
+        self._carry_kinds = kinds
+        return items
+
+    def carried_now(self) -> list[tuple[int, str, torch.Tensor]]:
+        """(uid, kind, gradient) as told by the last carried()."""
+        by_uid = dict(zip(self.uids, self.params, strict=True))
+        found = []
+        for uid, kind in self._carry_kinds.items():
+            grad = by_uid[uid].grad if uid in by_uid else None
+            if grad is not None:
+                found.append((uid, kind, grad))
+        return found
+
+    def accumulating(self, seen: dict[int, tuple[int, int]]) -> bool:
+        """Whether gradients have appeared or grown since `seen` was filled: an accumulation is under way."""
+        return any(
+            p.grad is not None and seen.get(id(p)) != (id(p.grad), p.grad._version) for p in self.params
+        )
+
+    def mark(self, seen: dict[int, tuple[int, int]]) -> None:
+        seen.update({id(p): (id(p.grad), p.grad._version) for p in self.params if p.grad is not None})
+
+    def reset_after_exception(self) -> None:
+        """A step raised before its post-hook: what it changed is unknown."""
+        if self._depth:
+            self._depth = 0
+            self.results_due = True
+
+
+def view_as_bits(g: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(view_bytes(plain(g)))
+
+
+def _clone(g: torch.Tensor) -> torch.Tensor:
+    return g.detach().clone()
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and bool(torch.equal(view_as_bits(a), view_as_bits(b)))
+
+
+def _unshared(grads: Sequence[torch.Tensor | None]) -> tuple[list[torch.Tensor | None], list[bool]]:
+    """Gradients to hold: those whose memory others can write through other tensors are copied now."""
+    shared = [g is not None and _is_shared(g) for g in grads]
+    if any(shared):
+        # Gradients that are slices of one buffer, all of them held here, are not shared with anyone else.
+        owners: dict[int, int] = {}
+        for g in grads:
+            if g is not None and not g.is_sparse:
+                cdata = g.untyped_storage()._cdata
+                owners[cdata] = owners.get(cdata, 0) + 1
+        for i, g in enumerate(grads):
+            if shared[i] and g is not None and not g.is_sparse and g._base is None:
+                storage = g.untyped_storage()
+                shared[i] = _use_count(storage._cdata) - 1 > owners[storage._cdata]
+    return [_clone(g) if s and g is not None else g for g, s in zip(grads, shared, strict=True)], shared
+
+
+def _is_shared(g: torch.Tensor) -> bool:
+    if g.is_sparse:
+        return True
+    return g._base is not None or _use_count(g.untyped_storage()._cdata) > 2
+
+
+def _unscaling_is_exact(scale: torch.Tensor, grads: Sequence[torch.Tensor | None]) -> bool:
+    """Whether the unscaled gradients that a fused step leaves behind give the same update as the scaled ones."""
+    mantissa = float(torch.frexp(scale.detach().float().cpu())[0].item()) if scale.numel() == 1 else 0.0
+    wide = all(g is None or g.dtype in (torch.float32, torch.float64) for g in grads)
+    return mantissa == 0.5 and wide
+

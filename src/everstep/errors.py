@@ -1,0 +1,118 @@
+"""Everything Everstep raises or warns with.
+
+    EverstepError
+    ├── RunError                     the run as a whole cannot be used
+    │   ├── NotARunError             no run there: empty folder, a file, some other folder
+    │   ├── RunBusyError             another live process writes this run
+    │   ├── FormatError              written by a newer format than this version reads
+    │   └── NothingToRestoreError    a run, but it holds no restorable step yet
+    ├── MismatchError                model, optimizer or extras do not fit what the run holds
+    ├── StepNotFoundError            this step cannot be restored; says which can
+    ├── CorruptionError              bytes on disk are not what was written
+    │   └── CodecError               a payload that its codec cannot decode
+    ├── AuditError                   a replayed state does not have the hashes the trainer recorded
+    ├── ReplayError                  an optimizer that cannot be built or replayed here
+    ├── StorageError                 the disk refused: full, read-only, gone, I/O error
+    ├── CursorError                  the recorded data position does not fit the loader
+    ├── UnsupportedValueError        a value that cannot be stored without pickle
+    └── UsageError                   a call at the wrong time or with wrong arguments
+
+    EverstepWarning (UserWarning)
+    ├── InexactWarning               something will not be reproduced bit for bit; says what and how to mend it
+    ├── SlowResumeWarning            exact, but slower than it could be
+    ├── HiddenEditWarning            state was changed behind the version counters; it was caught and recorded
+    └── UnprotectedWarning           training goes on, but steps are not being stored
+
+Each error says what happened, where, and what to do next.
+"""
+
+from __future__ import annotations
+
+
+class EverstepError(Exception):
+    """Base of every error that Everstep raises on purpose."""
+
+
+class RunError(EverstepError):
+    """The run as a whole cannot be used."""
+
+
+class NotARunError(RunError):
+    """There is no Everstep run at this path."""
+
+
+class RunBusyError(RunError):
+    """Another live process writes this run."""
+
+
+class FormatError(RunError):
+    """The run was written by a format that this version does not read."""
+
+
+class NothingToRestoreError(RunError):
+    """The run holds no restorable step yet."""
+
+
+class MismatchError(EverstepError):
+    """The live objects do not fit what the run holds; lists every difference."""
+
+
+class StepNotFoundError(EverstepError):
+    """The step asked for cannot be restored."""
+
+
+class CorruptionError(EverstepError):
+    """Bytes on disk are not what was written; names file and step."""
+
+
+class CodecError(CorruptionError):
+    """A payload that its codec cannot decode."""
+
+
+class AuditError(EverstepError):
+    """A replayed state differs from what the trainer had; names step and tensor, offers the last proven step."""
+
+    def __init__(self, message: str, *, step: int | None = None, proven_step: int | None = None) -> None:
+        super().__init__(message)
+        self.step = step
+        self.proven_step = proven_step
+
+
+class ReplayError(EverstepError):
+    """An optimizer that cannot be built or replayed in this process."""
+
+
+class StorageError(EverstepError):
+    """The storage refused an operation."""
+
+
+class CursorError(EverstepError):
+    """The recorded data position does not fit the loader that was given."""
+
+
+class UnsupportedValueError(EverstepError):
+    """A value that cannot be stored without pickle; names its path and type."""
+
+
+class UsageError(EverstepError, ValueError):
+    """A call at the wrong time, or with arguments that do not fit."""
+
+
+class EverstepWarning(UserWarning):
+    """Base of every warning that Everstep gives."""
+
+
+class InexactWarning(EverstepWarning):
+    """Something will not be reproduced bit for bit."""
+
+
+class SlowResumeWarning(EverstepWarning):
+    """Resuming is exact, but slower than it could be."""
+
+
+class HiddenEditWarning(EverstepWarning):
+    """State was changed by means that no hook sees; it was caught."""
+
+
+class UnprotectedWarning(EverstepWarning):
+    """Training goes on, but its steps are not being stored."""

@@ -1,0 +1,222 @@
+"""The lazy follower: folds the log of one generation and writes the next base from it (compaction)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from everstep import tree
+from everstep.atoms import state_uid
+from everstep.errors import AuditError, CorruptionError
+from everstep.fold import Folder, State
+from everstep.format.documents import Manifest, StoredOptimizer
+from everstep.format.segment import parse_name
+from everstep.memory import strides_of
+from everstep.restore.execute import audit, load_base, open_frames
+from everstep.restore.plan import Line, Plan, line_of
+from everstep.store import files
+from everstep.store.bases import BaseReader, BaseWriter, Slot, base_folder
+from everstep.store.log import Segment
+from everstep.store.runs import RunPath, read_listing
+
+
+class Compactor:
+    """Holds S(n) of a run that another process writes, and brings it forward. One thread."""
+
+    def __init__(self, path: RunPath, timeline: int, generation: int, *, num_workers: int = 1) -> None:
+        self._path = path
+        self._timeline, self._generation = timeline, generation
+        self._num_workers = num_workers
+        self._line: Line | None = None
+        self._state: State | None = None
+        self._base: Manifest | None = None
+        self._fingerprint: dict[str, Any] = {}
+        self._chunk_bytes = 1 << 30
+
+    @property
+    def step(self) -> int | None:
+        """The step of the state held; None before the first."""
+        return None if self._state is None else self._state.step
+
+    def forget(self) -> None:
+        """Start from the newest base again at the next call."""
+        self._state = self._line = None
+
+    def advance(self, step: int) -> None:
+        """Fold up to this durable step and check its audit. AuditError names the first step that differs."""
+        if self._state is None or self._state.step > step:
+            self._load(step)
+        assert self._state is not None and self._line is not None
+        while self._state.step < step:
+            self._refresh(step)
+            self._fold(step)
+
+    def _load(self, step: int) -> None:
+        line = line_of(read_listing(self._path))
+        if line.newest.generation != self._generation:
+            raise CorruptionError(f"generation {self._generation} has been superseded by {line.newest.generation}")
+        self._line = line
+        base = max((b for b in line.bases if b <= step), default=None)
+        if base is None:
+            raise CorruptionError(f"{self._path.path}: no base at or before step {step}")
+        manifest, folder = line.bases[base]
+        self._base = manifest
+        self._state = load_base(self._plan(base, ()), self._num_workers)
+
+    def _plan(self, step: int, frames: tuple[Any, ...]) -> Plan:
+        assert self._line is not None
+        base = self._base or next(iter(self._line.bases.values()))[0]
+        return Plan(
+            step, self._timeline, self._generation, base, base_folder(self._path.bases(base.timeline), base.step), frames
+        )
+
+    def _refresh(self, step: int) -> None:
+        """Learn of frames that have been written since the last look."""
+        line = self._line
+        assert line is not None
+        if step in line.frames:
+            return
+        folder = self._path.log(self._timeline)
+        for name in files.listing(folder):
+            parsed = parse_name(name)
+            if parsed is None or parsed[0] != self._generation:
+                continue
+            file = os.path.join(folder, name)
+            segment = line.segments.get(file)
+            if segment is None:
+                segment = line.segments[file] = Segment(file, line.listing.run.run, 0, *parsed)
+            if segment.end is None:
+                segment.scan()
+                for frame in segment.frames:
+                    line.frames.setdefault(frame.step, frame)
+
+    def _fold(self, step: int) -> None:
+        state, line = self._state, self._line
+        assert state is not None and line is not None
+        entries = []
+        size = 0
+        while state.step + len(entries) < step and size < self._chunk_bytes:
+            entry = line.frames.get(state.step + len(entries) + 1)
+            if entry is None:
+                raise CorruptionError(f"{self._path.path}: step {state.step + len(entries) + 1} is not in the log")
+            entries.append(entry)
+            size += entry.end_offset - entry.offset
+        plan = self._plan(entries[-1].step, tuple(entries))
+        frames, readers = open_frames(line, plan)
+        try:
+            header = line.segments[entries[-1].path].header
+            self._fingerprint = header.fingerprint if header is not None else {}
+            self._folder().fold(state, frames)
+            state.cursor = frames[-1].cursor()
+            bad = audit(state, frames[-1].footer)
+            self.complete = frames[-1].footer.audit_complete
+        finally:
+            for reader in readers:
+                reader.close()
+        if bad:
+            raise self._first_difference(bad, entries[-1].step)
+        for entry in entries:
+            line.frames.pop(entry.step, None)
+
+    def _folder(self) -> Folder:
+        return Folder(
+            find_layout=lambda i: self._path.read_layout(i, [self._timeline]),
+            num_threads=int(self._fingerprint.get("num_threads", 1)), num_workers=self._num_workers,
+        )  # fmt: skip
+
+    def _first_difference(self, bad: list[str], last: int) -> AuditError:
+        """Replay step by step from the newest base to name the step."""
+        self.forget()
+        self._load(last)
+        state, line = self._state, self._line
+        assert state is not None and line is not None
+        for step in range(state.step + 1, last + 1):
+            frames, readers = open_frames(line, self._plan(step, (line.frames[step],)))
+            try:
+                self._folder().fold(state, frames)
+                found = audit(state, frames[0].footer)
+            finally:
+                for reader in readers:
+                    reader.close()
+            if found:
+                bad, last = found, step
+                break
+        self.forget()
+        return AuditError(
+            f"step {last}: the state that the log leads to differs from the trainer's in {', '.join(bad[:5])}",
+            step=last, proven_step=last - 1,
+        )  # fmt: skip
+
+    def write_base(self, *, direct: bool) -> Manifest:
+        """A base of the state held, read back and compared before this returns."""
+        state = self._state
+        assert state is not None
+        slots, tensors, fields = describe(state)
+        writer = BaseWriter(self._path.bases(self._timeline), state.step, slots, direct=direct)
+        for index in writer.order:
+            writer.add(tensors[index])
+        manifest = writer.finish(
+            run=self._path.read_run().run, timeline=self._timeline, generation=self._generation, step=state.step,
+            layout=state.layout, cursor=state.cursor, audit="folded", fingerprint=self._fingerprint, **fields,
+        )  # fmt: skip
+        verify_base(base_folder(self._path.bases(self._timeline), state.step), manifest)
+        self._base = manifest
+        return manifest
+
+
+def describe(state: State) -> tuple[list[Slot], list[torch.Tensor], dict[str, Any]]:
+    """A state as what BaseWriter wants: slots, tensors, and the manifest's fields that depend on them."""
+    slots: list[Slot] = []
+    tensors: list[torch.Tensor] = []
+    keys: set[str] = set()
+    names = {a.uid: a.name for a in state.layout.atoms}
+
+    def add(uid: int, role: str, key: str, tensor: torch.Tensor) -> int:
+        while key in keys:
+            key += "'"
+        keys.add(key)
+        slots.append(Slot(uid, role, key, tensor.dtype, tuple(tensor.shape), strides_of(tensor)))
+        tensors.append(tensor)
+        return len(slots) - 1
+
+    for atom in state.layout.atoms:
+        add(atom.uid, atom.role, f"{atom.owner}.{atom.name}", state.tensors[atom.uid])
+    optimizers = []
+    for name, optimizer in state.optimizers.items():
+        entries = []
+        for uid, values in optimizer.state.items():
+            entries.append((uid, tree.pack(values, _putter(add, name, uid, names.get(uid, ""), values))))
+        optimizers.append(
+            StoredOptimizer(name, tuple(optimizer.hyper), tuple(tuple(p) for p in optimizer.params), tuple(entries))
+        )
+    carried = tuple(
+        (uid, add(uid, "grad", f"grad.{uid:016x}", tensor)) for uid, tensor in state.carried.items()
+    )
+    return slots, tensors, {"optimizers": tuple(optimizers), "carried": carried}
+
+
+def _putter(
+    add: Callable[[int, str, str, torch.Tensor], int], optimizer: str, uid: int, param: str, values: dict[str, Any]
+) -> Callable[[torch.Tensor], int]:
+    name_of = {id(v): str(k) for k, v in values.items()}
+
+    def put(tensor: torch.Tensor) -> int:
+        name = name_of.get(id(tensor), f"#{id(tensor)}")
+        return add(state_uid(optimizer, uid, name), "state", f"{optimizer}.{param}.{name}", tensor)
+
+    return put
+
+
+def verify_base(folder: str, manifest: Manifest) -> None:
+    """Read every piece back from disk and check it."""
+    reader = BaseReader(folder, manifest)
+    try:
+        for stored in manifest.tensors:
+            flat = reader.new_tensor(stored)
+            for i in range(len(stored.sums)):
+                reader.read_piece(stored, i, flat)
+    finally:
+        reader.close()

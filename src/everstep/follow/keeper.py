@@ -1,0 +1,242 @@
+"""In the trainer: decides when a base is due, keeps the follower process busy, applies retention."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from torch.optim import Optimizer
+
+from everstep import fold
+from everstep.errors import EverstepError, HiddenEditWarning, ReplayError, UnprotectedWarning
+from everstep.format.segment import parse_name
+from everstep.store import files, retention
+from everstep.store.bases import MANIFEST
+from everstep.store.retention import Retention, StoredBase, StoredSegment
+from everstep.store.runs import RunPath
+
+MAX_LAG = 4
+"""In base intervals: when the follower is further behind, the trainer takes the base itself."""
+MAX_FOLLOWERS = 3
+
+
+class Keeper:
+    """Bases and retention of one generation. Its own work is done by one background thread."""
+
+    def __init__(
+        self, path: RunPath, timeline: int, generation: int, step: int, policy: Retention, interval: int, *,
+        follower: bool, optimizers: Mapping[str, Optimizer],
+    ) -> None:  # fmt: skip
+        self._path = path
+        self._timeline, self._generation = timeline, generation
+        self._policy = policy
+        self._interval = interval
+        self._register = _importable(optimizers) if follower else None
+        self.base_step = _newest_base(path, timeline)
+        self._asked = max(self.base_step, step)
+        self._durable = step
+        self.proven_step = -1
+        self._process: subprocess.Popen[str] | None = None
+        self._followers = 0
+        self._mismatch: str | None = None
+        self._removed_bytes = 0
+        self._follower_cpu_s = 0.0
+        self._follower_bases = 0
+        self._closed = False
+        self._todo: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="everstep-keep", daemon=True)
+        self._thread.start()
+
+    # -- called by the run --------------------------------------------------------------------------------------------
+
+    def wants_base(self, step: int, durable: int, log_bytes: int) -> str:
+        """Why the trainer should take a base now; empty if it need not. Training thread, every step."""
+        if self._mismatch is not None:
+            message, self._mismatch = self._mismatch, None
+            warnings.warn(
+                f"{message}. Something changed it without a trace. A new base is being taken; steps from there on are "
+                "right, the steps between cannot be restored",
+                HiddenEditWarning,
+                stacklevel=4,
+            )
+            return message
+        since = step - max(self.base_step, 0)
+        if since < self._interval:
+            return ""
+        if self._register is None:
+            return f"{since} steps since the last base"
+        if since >= MAX_LAG * self._interval:
+            warnings.warn(
+                f"{self._path.path}: the follower is {since} steps behind; the trainer takes a base itself. Raise "
+                "base_interval or give the host another core",
+                UnprotectedWarning,
+                stacklevel=4,
+            )
+            return "the follower lags"
+        return ""
+
+    def durable(self, step: int) -> None:
+        """Steps up to this one are durable. Writer thread, every step."""
+        self._durable = step
+        if self._register is not None and step - self._asked >= self._interval:
+            self._asked = step
+            self._todo.put("compact")
+
+    def base_done(self, step: int, log_bytes: int) -> None:
+        """A base of this step exists."""
+        self.base_step = max(self.base_step, step)
+        self._asked = max(self._asked, step)
+        self._todo.put("retain")
+
+    def stats(self) -> dict[str, Any]:
+        return {
+            "base_step": self.base_step,
+            "follower_bases": self._follower_bases,
+            "follower_cpu_s": self._follower_cpu_s,
+            "removed_bytes": self._removed_bytes,
+        }
+
+    def close(self) -> None:
+        """Finish what is queued, end the follower."""
+        self._closed = True
+        self._todo.put(None)
+        process = self._process
+        if process is not None and process.stdin is not None:
+            with contextlib.suppress(OSError):
+                process.stdin.close()
+        self._thread.join()
+        if process is not None:
+            try:
+                process.wait(0.2)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
+
+    # -- its thread ---------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            job = self._todo.get()
+            if job is None:
+                return
+            try:
+                if job == "compact" and not self._closed:
+                    self._compact()
+                else:
+                    self._retain()
+            except (EverstepError, OSError) as e:
+                # Bases and removals can wait; the log is there. Told, and tried again at the next base.
+                print(f"everstep: {self._path.path}: {e}", file=sys.stderr, flush=True)
+
+    def _compact(self) -> None:
+        """Ask the follower for a base and wait for it."""
+        process = self._follower()
+        if process is None:
+            return
+        assert process.stdin is not None and process.stdout is not None
+        step = self._durable
+        try:
+            process.stdin.write(json.dumps({"base": step}) + "\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+        except (OSError, ValueError):
+            line = ""
+        if not line:
+            if not self._closed:
+                self._process = None
+            return
+        event = json.loads(line)
+        self._follower_cpu_s = event.get("cpu_s", self._follower_cpu_s)
+        if event["event"] == "base":
+            self._follower_bases += 1
+            if event["complete"]:
+                self.proven_step = event["step"]
+            self.base_step = max(self.base_step, event["step"])
+            self._retain()
+        elif event["event"] == "mismatch":
+            self._mismatch = event["message"]
+        elif event["event"] == "error" and not self._closed:
+            print(f"everstep: {self._path.path}: follower: {event['message']}", file=sys.stderr, flush=True)
+
+    def _follower(self) -> subprocess.Popen[str] | None:
+        if self._process is not None and self._process.poll() is None:
+            return self._process
+        if self._followers >= MAX_FOLLOWERS:
+            self._register = None  # it keeps dying: bases come from the trainer
+            return None
+        self._followers += 1
+        command = [
+            sys.executable, "-m", "everstep.follow", self._path.path, "--timeline", str(self._timeline),
+            "--generation", str(self._generation),
+        ]  # fmt: skip
+        if files.supports_direct(self._path.bases(self._timeline)):
+            command.append("--direct")
+        for name in self._register or ():
+            command += ["--register", name]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True, env=environment
+        )
+        return self._process
+
+    def _retain(self) -> None:
+        bases, segments = stored(self._path, self._timeline)
+        removal = retention.plan_removal(self._policy, bases, segments, self._durable)
+        retention.execute(removal)
+        self._removed_bytes += removal.num_bytes
+
+
+def stored(path: RunPath, timeline: int) -> tuple[list[StoredBase], list[StoredSegment]]:
+    """What a timeline's folder holds, by names and sizes only. The segment being written is not among them."""
+    found = []
+    for name in files.listing(path.bases(timeline)):
+        folder = os.path.join(path.bases(timeline), name)
+        if name.isdigit() and os.path.exists(os.path.join(folder, MANIFEST)):
+            size = sum(os.path.getsize(os.path.join(folder, f)) for f in files.listing(folder))
+            found.append(StoredBase(int(name), size, folder))
+    names = []
+    for name in files.listing(path.log(timeline)):
+        parsed = parse_name(name)
+        if parsed is not None:
+            names.append((*parsed, os.path.join(path.log(timeline), name)))
+    names.sort()
+    segments = [
+        StoredSegment(first, max(first, following - 1), os.path.getsize(file), file)
+        for (_, first, file), (_, following, _) in zip(names, names[1:], strict=False)
+    ]
+    return found, segments
+
+
+def _newest_base(path: RunPath, timeline: int) -> int:
+    return max((b.step for b in stored(path, timeline)[0]), default=-1)
+
+
+def _importable(optimizers: Mapping[str, Optimizer]) -> list[str] | None:
+    """Classes the follower must import, or None if it could not build one of the optimizers."""
+    needed = []
+    for optimizer in optimizers.values():
+        if any(p.device.type != "cpu" for g in optimizer.param_groups for p in g["params"]):
+            return None
+        name = fold.class_name(type(optimizer))
+        try:
+            fold.find_class(name)
+        except ReplayError:
+            if name != "torch.optim.LBFGS":
+                return None
+            continue
+        if not name.startswith("torch.optim."):
+            if "<locals>" in name or name.startswith("__main__:"):
+                return None
+            needed.append(name)
+    return needed
+

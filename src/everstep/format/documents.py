@@ -1,0 +1,132 @@
+"""Small JSON documents (run, timeline, generation, layout, manifest) with a checksum around them. No I/O.
+
+    {"xxh3":"<16 hex digits over the body's bytes>","body":<JSON>}
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgspec
+import xxhash
+
+from everstep.atoms import Layout
+from everstep.errors import CorruptionError
+
+T = TypeVar("T")
+
+_HEAD = b'{"xxh3":"'
+_MIDDLE = b'","body":'
+_START = len(_HEAD) + 16 + len(_MIDDLE)
+
+FORMAT_MAJOR, FORMAT_MINOR = 1, 0
+
+
+class RunDocument(msgspec.Struct):
+    """run.json"""
+
+    run: str
+    """uuid, hex"""
+    format: tuple[int, int]
+    created: str
+    incompatible: tuple[str, ...] = ()
+    """Features that a reader must know to read at all."""
+    read_only: tuple[str, ...] = ()
+    """Features that a writer must know to write; others may still read."""
+    compatible: tuple[str, ...] = ()
+
+
+class TimelineDocument(msgspec.Struct):
+    """timelines/NNNN/timeline.json"""
+
+    timeline: int
+    parent: int | None = None
+    parent_generation: int | None = None
+    fork_step: int | None = None
+
+
+class GenerationDocument(msgspec.Struct):
+    """timelines/NNNN/generations/GGGGGG.json"""
+
+    generation: int
+    timeline: int
+    parent: int | None
+    """The generation it goes on from; None for the run's first."""
+    resume_step: int
+    world_size: int
+    layout: str
+    launch: str
+    writer: dict[str, Any]
+    fingerprint: dict[str, Any]
+    asked_step: int | None = None
+    """The step given to resume(step=n), when that opened this timeline."""
+
+
+class StoredTensor(msgspec.Struct, omit_defaults=True):
+    """One tensor of a base."""
+
+    uid: int
+    role: str
+    key: str
+    """Name inside the safetensors file."""
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    """First byte in the file."""
+    num_bytes: int
+    sums: tuple[int, ...]
+    """xxh3 of each piece, seeded with (uid + first element)."""
+    strides: tuple[int, ...] | None = None
+    rank: int = 0
+
+
+class StoredOptimizer(msgspec.Struct):
+    """Groups and per-parameter state of one optimizer in a base."""
+
+    name: str
+    hyper: tuple[Any, ...]
+    params: tuple[tuple[int, ...], ...]
+    state: tuple[tuple[int, Any], ...]
+    """(parameter uid, tree.pack of its state; dense tensors as their index in `tensors`)."""
+
+
+class Manifest(msgspec.Struct):
+    """bases/SSSSSSSSSSSS/manifest.json, written last: with it the base exists, without it not."""
+
+    run: str
+    timeline: int
+    generation: int
+    step: int
+    layout: Layout
+    tensors: tuple[StoredTensor, ...]
+    optimizers: tuple[StoredOptimizer, ...]
+    cursor: str
+    """base64 of the msgpack cursor."""
+    files: dict[str, int]
+    """File name -> bytes."""
+    carried: tuple[tuple[int, int], ...] = ()
+    """(parameter uid, index in `tensors` or -1 for zeros): gradients that the next backward adds to."""
+    audit: str = ""
+    """`trainer` (taken from live state) or `folded` (by a follower, every audit passed)."""
+    fingerprint: dict[str, Any] = {}
+
+
+def encode(body: object) -> bytes:
+    data = msgspec.json.encode(body)
+    return _HEAD + xxhash.xxh3_64_hexdigest(data).encode() + _MIDDLE + data + b"}\n"
+
+
+def decode(data: bytes, kind: type[T], where: str) -> T:
+    """The document in these bytes; CorruptionError naming `where` if they are not exactly what was written."""
+    body = data[_START:-2]
+    if (
+        not data.startswith(_HEAD)
+        or data[_START - len(_MIDDLE) : _START] != _MIDDLE
+        or data[-2:] != b"}\n"
+        or data[len(_HEAD) : len(_HEAD) + 16] != xxhash.xxh3_64_hexdigest(body).encode()
+    ):
+        raise CorruptionError(f"{where} is damaged: its checksum does not fit its content")
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.MsgspecError as e:
+        raise CorruptionError(f"{where} is not a valid {kind.__name__}: {e}") from e

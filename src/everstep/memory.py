@@ -1,0 +1,120 @@
+"""Tensors as bytes and back, without copies where memory allows it.
+
+All bytes that Everstep stores are little-endian and in *logical row-major order*, whatever the strides of the
+tensor they came from; strides are kept beside them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from everstep.errors import CorruptionError
+
+Bytes = npt.NDArray[np.uint8]
+
+if sys.byteorder != "little":  # pragma: no cover - no such machine is supported by torch wheels
+    raise ImportError("everstep stores little-endian bytes and runs on little-endian machines only")
+
+# Numbers on disk: never renumber, only append.
+_DTYPES: dict[int, str] = {
+    1: "float32",
+    2: "float64",
+    3: "float16",
+    4: "bfloat16",
+    5: "int8",
+    6: "uint8",
+    7: "int16",
+    8: "int32",
+    9: "int64",
+    10: "bool",
+    11: "complex64",
+    12: "complex128",
+    13: "uint16",
+    14: "uint32",
+    15: "uint64",
+    16: "float8_e4m3fn",
+    17: "float8_e5m2",
+    18: "complex32",
+    19: "float8_e4m3fnuz",
+    20: "float8_e5m2fnuz",
+    21: "float8_e8m0fnu",
+}
+DTYPE_BY_CODE: dict[int, torch.dtype] = {c: getattr(torch, n) for c, n in _DTYPES.items() if hasattr(torch, n)}
+CODE_BY_DTYPE: dict[torch.dtype, int] = {d: c for c, d in DTYPE_BY_CODE.items()}
+
+
+def dtype_of(code: int) -> torch.dtype:
+    """The torch dtype with this number on disk."""
+    try:
+        return DTYPE_BY_CODE[code]
+    except KeyError:
+        raise CorruptionError(f"unknown dtype number {code}; written by a newer version?") from None
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`float32` for torch.float32."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """The inverse of dtype_name, for known dtypes only."""
+    for dtype in CODE_BY_DTYPE:
+        if dtype_name(dtype) == name:
+            return dtype
+    raise CorruptionError(f"unknown dtype {name!r}; written by a newer version?")
+
+
+def view_bytes(tensor: torch.Tensor) -> Bytes:
+    """The memory of a contiguous CPU tensor as bytes, uncopied.
+
+    The caller keeps the tensor alive as long as it uses the view.
+    """
+    size = tensor.numel() * tensor.element_size()
+    if size == 0:
+        return np.empty(0, np.uint8)
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise AssertionError("view_bytes wants a contiguous CPU tensor")
+    return np.frombuffer((ctypes.c_char * size).from_address(tensor.data_ptr()), np.uint8)
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself if it is a contiguous dense CPU tensor with ordinary bits, else such a copy."""
+    tensor = tensor.detach()
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    if tensor.device.type != "cpu":
+        tensor = tensor.cpu()
+    return tensor if tensor.is_contiguous() else tensor.contiguous()
+
+
+def empty_bytes(num_bytes: int) -> tuple[torch.Tensor, Bytes]:
+    """New memory, 64-byte aligned, as a uint8 tensor and as its numpy view."""
+    tensor = torch.empty(num_bytes, dtype=torch.uint8)
+    return tensor, tensor.numpy()
+
+
+def strides_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """None for a contiguous tensor, else its strides."""
+    return None if tensor.is_contiguous() else tuple(tensor.stride())
+
+
+def with_strides(flat: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...] | None) -> torch.Tensor:
+    """The logical elements in `flat` as a tensor of this shape; a copy if it has strides of its own."""
+    dense = flat.reshape(shape)
+    if strides is None:
+        return dense
+    out = torch.empty_strided(shape, strides, dtype=flat.dtype)
+    out.copy_(dense)
+    return out
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two dense tensors have the same dtype, shape and bits (NaNs equal by payload, -0.0 is not 0.0)."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return bool(np.array_equal(view_bytes(plain(a)), view_bytes(plain(b))))

@@ -1,0 +1,175 @@
+"""Live models and optimizers as named atoms.
+
+Names are canonical: those of the user's own modules, without what DataParallel, DistributedDataParallel and
+torch.compile put in front (`module.`, `_orig_mod.`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from everstep.atoms import Atom, Layout, OptimizerSpec, buffer_uid, param_uid
+from everstep.errors import UsageError
+from everstep.fold import class_name
+from everstep.memory import CODE_BY_DTYPE, dtype_name, strides_of
+
+
+def named(objects: Any, kind: type, default: str) -> dict[str, Any]:
+    """One object or a dict of named ones, as a dict. UsageError for anything else."""
+    found = dict(objects) if isinstance(objects, Mapping) else {default: objects}
+    for name, value in found.items():
+        if not isinstance(name, str) or not name:
+            raise UsageError(f"names of {default}s must be strings, not {name!r}")
+        inner = getattr(value, "optimizer", None)
+        if kind is Optimizer and not isinstance(value, kind) and isinstance(inner, Optimizer):
+            found[name] = inner  # accelerate's AcceleratedOptimizer and the like
+        elif kind is Optimizer and isinstance(inner, Optimizer) and type(value).__name__ == "AcceleratedOptimizer":
+            found[name] = inner
+        elif not isinstance(value, kind):
+            raise UsageError(f"{default} {name!r} is a {type(value).__name__}, not a {kind.__name__}")
+    if not found:
+        raise UsageError(f"there is no {default} to attach to")
+    return found
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The user's module inside wrappers that add a prefix to names."""
+    while True:
+        if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            module = module.module
+        elif "_orig_mod" in module._modules and type(module).__name__ == "OptimizedModule":
+            inner = module._modules["_orig_mod"]
+            assert inner is not None
+            module = inner
+        else:
+            return module
+
+
+def walk(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Every module under its canonical prefix; a module that is reached twice comes twice."""
+    module = unwrapped(module)
+    yield prefix, module
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from walk(child, f"{prefix}{name}.")
+
+
+@dataclass
+class Place:
+    """Where a tensor hangs: replacing it there is seen by comparing identities."""
+
+    container: dict[str, Any]
+    key: str
+    uid: int
+
+
+@dataclass
+class Inventory:
+    """All atoms of the live objects, with the tensors themselves."""
+
+    layout: Layout
+    tensors: dict[int, torch.Tensor] = field(default_factory=dict)
+    places: list[Place] = field(default_factory=list)
+    containers: list[tuple[Any, int]] = field(default_factory=list)
+    """Dicts of modules with their lengths: a new entry anywhere is seen by a changed length."""
+    groups: dict[str, list[tuple[int, ...]]] = field(default_factory=dict)
+    uid_of: dict[int, int] = field(default_factory=dict)
+    """id(tensor) -> uid"""
+
+    def labels(self) -> dict[int, str]:
+        return {atom.uid: atom.label() for atom in self.layout.atoms}
+
+    def params(self) -> dict[int, torch.Tensor]:
+        roles = {a.uid: a.role for a in self.layout.atoms}
+        return {uid: t for uid, t in self.tensors.items() if roles[uid] == "param"}
+
+
+def take_inventory(models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]) -> Inventory:
+    """Read the live objects. UsageError for what cannot be stored."""
+    found: dict[int, _Found] = {}
+    inventory = Inventory(Layout((), (), ()))
+    for model_name, model in models.items():
+        visited: set[int] = set()
+        for prefix, module in walk(model):
+            if id(module) not in visited:
+                visited.add(id(module))
+                for container in (module._parameters, module._buffers, module._modules):
+                    inventory.containers.append((container, len(container)))
+            _add(found, inventory, model_name, prefix, module)
+    for name, optimizer in optimizers.items():
+        groups = []
+        for g, group in enumerate(optimizer.param_groups):
+            uids = []
+            for i, p in enumerate(group["params"]):
+                if id(p) not in found:
+                    found[id(p)] = _Found(param_uid(name, f"param_groups.{g}.{i}"), p, "param", name,
+                                          f"param_groups.{g}.{i}")  # fmt: skip
+                uids.append(found[id(p)].uid)
+            groups.append(tuple(uids))
+        inventory.groups[name] = groups
+    atoms = []
+    for f in found.values():
+        _check(f)
+        inventory.tensors[f.uid] = f.tensor
+        inventory.uid_of[id(f.tensor)] = f.uid
+        atoms.append(
+            Atom(
+                uid=f.uid, role=f.role, owner=f.owner, name=f.name, shape=tuple(f.tensor.shape),
+                dtype=dtype_name(f.tensor.dtype), strides=strides_of(f.tensor), aliases=tuple(f.aliases),
+                requires_grad=f.tensor.requires_grad, persistent=f.persistent,
+            )
+        )  # fmt: skip
+    if len({a.uid for a in atoms}) != len(atoms):
+        raise UsageError("two tensors have the same name, or their names have the same hash: rename one of them")
+    specs = tuple(OptimizerSpec(n, class_name(type(o))) for n, o in optimizers.items())
+    inventory.layout = Layout(tuple(atoms), specs, tuple(models))
+    return inventory
+
+
+@dataclass
+class _Found:
+    uid: int
+    tensor: torch.Tensor
+    role: str
+    owner: str
+    name: str
+    aliases: list[str] = field(default_factory=list)
+    persistent: bool = True
+
+
+def _add(found: dict[int, _Found], inventory: Inventory, model: str, prefix: str, module: nn.Module) -> None:
+    for role, container in (("param", module._parameters), ("buffer", module._buffers)):
+        for key, tensor in container.items():
+            if tensor is None:
+                continue
+            name = f"{prefix}{key}"
+            old = found.get(id(tensor))
+            if old is not None:
+                alias = name if old.owner == model else f"{model}:{name}"
+                if (old.owner, old.name) != (model, name) and alias not in old.aliases:
+                    old.aliases.append(alias)
+            else:
+                uid = (param_uid if role == "param" else buffer_uid)(model, name)
+                persistent = role == "param" or key not in module._non_persistent_buffers_set
+                found[id(tensor)] = _Found(uid, tensor, role, model, name, persistent=persistent)
+            inventory.places.append(Place(container, key, found[id(tensor)].uid))
+
+
+def _check(f: _Found) -> None:
+    where = f"{f.owner}: {f.name}"
+    if isinstance(f.tensor, nn.parameter.UninitializedTensorMixin):
+        raise UsageError(f"{where} is lazy and has no shape yet: run one forward pass before attach")
+    if f.tensor.layout is not torch.strided:
+        raise UsageError(f"{where} is a {f.tensor.layout} tensor; only dense parameters and buffers can be stored")
+    if f.tensor.dtype not in CODE_BY_DTYPE:
+        raise UsageError(f"{where} has dtype {f.tensor.dtype}, which cannot be stored")
+    if f.tensor.device.type == "meta":
+        raise UsageError(f"{where} is on the meta device: materialise the model before attach")
+    if type(f.tensor).__name__ == "DTensor":
+        raise UsageError(f"{where} is a DTensor; this version of Everstep stores runs of one process only")

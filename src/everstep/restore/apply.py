@@ -1,0 +1,183 @@
+"""From S(step) in memory into live models, optimizers and extras, in place; or a complete list of what does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from everstep import tree
+from everstep.atoms import Atom
+from everstep.errors import MismatchError
+from everstep.fold import State, class_name
+from everstep.naming import Inventory, take_inventory
+
+
+def check_fits(state: State, models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]) -> Inventory:
+    """MismatchError that lists every difference, or the inventory of the live objects."""
+    live = take_inventory(models, optimizers)
+    problems = _compare_atoms(state, live)
+    for name, optimizer in optimizers.items():
+        saved = state.optimizers.get(name)
+        if saved is None:
+            problems.append(f"optimizer {name!r} is not in the run (it has {', '.join(state.optimizers) or 'none'})")
+        elif saved.spec.cls != class_name(type(optimizer)):
+            problems.append(f"optimizer {name!r} is a {class_name(type(optimizer))}, the run has a {saved.spec.cls}")
+        else:
+            problems += _compare_groups(state, live, name)
+    problems += [f"optimizer {n!r} of the run was not given" for n in state.optimizers if n not in optimizers]
+    if problems:
+        raise MismatchError(
+            f"step {state.step} does not fit the objects given ({len(problems)} difference"
+            f"{'s' if len(problems) > 1 else ''}):\n  " + "\n  ".join(problems)
+            + "\nBuild the same model and optimizer as the run was written with, or attach to another path."
+        )  # fmt: skip
+    return live
+
+
+def _describe(atom: Atom) -> str:
+    return f"{tuple(atom.shape)} {atom.dtype}"
+
+
+def _compare_atoms(state: State, live: Inventory) -> list[str]:
+    saved, now = state.layout.by_uid(), live.layout.by_uid()
+    problems = [
+        f"{a.label()} ({a.role} {_describe(a)}) is in the run but not in the model"
+        for uid, a in saved.items()
+        if uid not in now and not _made_by_optimizer(a, state)
+    ]
+    problems += [
+        f"{a.label()} ({a.role} {_describe(a)}) is in the model but not in the run"
+        for uid, a in now.items()
+        if uid not in saved and not _made_by_optimizer(a, state)
+    ]
+    buffers = []
+    for uid, atom in now.items():
+        old = saved.get(uid)
+        if old is None or (old.shape == atom.shape and old.dtype == atom.dtype):
+            continue
+        text = f"{atom.label()}: the run has {_describe(old)}, the model has {_describe(atom)}"
+        # A buffer that grows during training is the module's own affair, unless the model differs anyway.
+        (buffers if atom.role == "buffer" and old.dtype == atom.dtype else problems).append(text)
+    return problems + buffers if problems else []
+
+
+def _made_by_optimizer(atom: Atom, state: State) -> bool:
+    return atom.owner in state.optimizers and atom.owner not in state.layout.models
+
+
+def _compare_groups(state: State, live: Inventory, name: str) -> list[str]:
+    labels = {**state_labels(state), **live.labels()}
+    saved, now = state.optimizers[name].params, live.groups[name]
+    problems = []
+    for i, (a, b) in enumerate(zip(saved, now, strict=False)):
+        if sorted(a) != sorted(b):
+            only_saved = [labels.get(u, str(u)) for u in a if u not in b]
+            only_live = [labels.get(u, str(u)) for u in b if u not in a]
+            problems.append(
+                f"optimizer {name!r}, group {i}: only in the run: {', '.join(only_saved) or 'none'}; only in the live "
+                f"group: {', '.join(only_live) or 'none'}"
+            )
+    known = state.layout.by_uid()
+    for i in range(len(saved), len(now)):
+        strangers = [labels.get(u, str(u)) for u in now[i] if u not in known]
+        if strangers:
+            problems.append(f"optimizer {name!r}, group {i} is not in the run: {', '.join(strangers)}")
+    for i in range(len(now), len(saved)):
+        missing = [labels.get(u, str(u)) for u in saved[i] if u not in live.tensors]
+        if missing:
+            problems.append(f"optimizer {name!r}, group {i} of the run has no parameters here: {', '.join(missing)}")
+    return problems
+
+
+def state_labels(state: State) -> dict[int, str]:
+    return {a.uid: a.label() for a in state.layout.atoms}
+
+
+@torch.no_grad()
+def apply(state: State, models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]) -> None:
+    """Put S(step) into the live objects. Nothing is changed if they do not fit."""
+    live = check_fits(state, models, optimizers)
+    saved = state.layout.by_uid()
+    for uid, tensor in live.tensors.items():
+        if uid not in state.tensors:
+            continue
+        value = state.tensors[uid]
+        if value.shape == tensor.shape:
+            tensor.copy_(value)
+        else:
+            for place in live.places:
+                if place.uid == uid:
+                    place.container[place.key] = value.clone().to(tensor.device)
+        if saved[uid].role == "param":
+            tensor.requires_grad_(saved[uid].requires_grad)
+            carried = state.carried.get(uid)
+            tensor.grad = None if carried is None else carried.clone().to(tensor.device)
+    for name, optimizer in optimizers.items():
+        _apply_optimizer(state, live, name, optimizer)
+
+
+def _apply_optimizer(state: State, live: Inventory, name: str, optimizer: Optimizer) -> None:
+    saved = state.optimizers[name]
+    hyper = [tree.unpack(h) for h in saved.hyper]
+    del optimizer.param_groups[len(saved.params) :]
+    for i, uids in enumerate(saved.params):
+        params = [live.tensors[u] for u in uids]
+        if i == len(optimizer.param_groups):
+            optimizer.add_param_group({"params": params, **hyper[i]})
+        group = optimizer.param_groups[i]
+        # The dict and its list stay the same objects: schedulers and users may hold them.
+        group["params"][:] = params
+        for key in [k for k in group if k != "params" and k not in hyper[i]]:
+            del group[key]
+        for key, value in hyper[i].items():
+            old = group.get(key)
+            if isinstance(value, torch.Tensor) and isinstance(old, torch.Tensor) and old.shape == value.shape:
+                old.copy_(value)
+            else:
+                group[key] = value
+    optimizer.state.clear()
+    for uid, values in saved.state.items():
+        if uid == 0:
+            optimizer.state.update(values)
+        else:
+            p = live.tensors[uid]
+            optimizer.state[p] = {k: _placed(v, p) for k, v in values.items()}
+
+
+def _placed(value: Any, p: torch.Tensor) -> Any:
+    if isinstance(value, torch.Tensor) and value.dim() and p.device.type != "cpu":
+        return value.to(p.device)
+    return value
+
+
+def public_state(state: State, extras: dict[str, Any]) -> dict[str, Any]:
+    """What History.state returns: plain nested dicts of whole tensors, by names."""
+    names = {a.uid: a.name for a in state.layout.atoms}
+    models: dict[str, dict[str, torch.Tensor]] = {m: {} for m in state.layout.models}
+    for atom in state.layout.atoms:
+        if atom.owner not in models or not atom.persistent:
+            continue
+        models[atom.owner][atom.name] = state.tensors[atom.uid]
+        for alias in atom.aliases:
+            owner, _, other = alias.rpartition(":")
+            models[owner or atom.owner][other] = state.tensors[atom.uid]
+    optimizers = {}
+    for name, saved in state.optimizers.items():
+        optimizers[name] = {
+            "state": {names[u]: values for u, values in saved.state.items() if u in names},
+            "param_groups": [
+                {"params": [names[u] for u in uids], **tree.unpack(h)}
+                for uids, h in zip(saved.params, saved.hyper, strict=True)
+            ],
+        }
+    return {
+        "model": models["model"] if list(models) == ["model"] else models,
+        "optimizer": optimizers["optimizer"] if list(optimizers) == ["optimizer"] else optimizers,
+        "extras": extras,
+    }
+
+

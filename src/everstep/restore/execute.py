@@ -1,0 +1,238 @@
+"""Read, verify, replay: from a plan to S(step) in memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from everstep import tree
+from everstep.atoms import PIECE_ELEMENTS, Layout, state_uid
+from everstep.errors import AuditError, CorruptionError
+from everstep.fingerprint import differences, fingerprint
+from everstep.fold import Folder, Live, OptimizerState, State
+from everstep.format.documents import Manifest
+from everstep.frame import Footer, audit_entries
+from everstep.memory import plain, view_bytes, with_strides
+from everstep.restore.plan import Line, Plan
+from everstep.store import bases, files
+from everstep.store.log import StoredFrame
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass
+class Restored:
+    """A state in memory, and how far it is proven."""
+
+    state: State
+    plan: Plan
+    proven: bool
+    """Every piece of S(step) has the hash that the trainer recorded (or comes from a base as it was written)."""
+    num_threads: int
+    fingerprint: dict[str, Any]
+
+
+def restore(
+    line: Line, step: int, *, live: Live | None = None, num_workers: int | None = None,
+    progress: Progress | None = None,
+) -> Restored:  # fmt: skip
+    """S(step), every bit verified, from the cheapest plan that is not damaged."""
+    failures: list[CorruptionError] = []
+    for plan in line.plans(step):
+        try:
+            return _execute(line, plan, live, num_workers or os.cpu_count() or 1, progress)
+        except CorruptionError as e:
+            failures.append(e)
+    raise failures[0]
+
+
+def _execute(line: Line, plan: Plan, live: Live | None, num_workers: int, progress: Progress | None) -> Restored:
+    frames, readers = open_frames(line, plan)
+    try:
+        state, first = load_base(plan, num_workers), plan.base.fingerprint
+        fingerprint = _fingerprint(line, plan) or first
+        threads = int(fingerprint.get("num_threads", 1))
+        if frames:
+            told = None if progress is None else (lambda done, total: progress("replay", done, total))
+            folder = Folder(
+                find_layout=layout_finder(line), live=live, num_threads=threads, num_workers=num_workers, progress=told,
+            )  # fmt: skip
+            folder.fold(state, frames)
+            state.cursor = frames[-1].cursor()
+            bad = audit(state, frames[-1].footer, num_workers)
+            if bad:
+                raise _audit_error(line, plan, live, bad)
+        return Restored(
+            state, plan, not frames or frames[-1].footer.audit_complete, threads, fingerprint
+        )
+    finally:
+        for reader in readers:
+            reader.close()
+
+
+def _fingerprint(line: Line, plan: Plan) -> dict[str, Any]:
+    for entry in reversed(plan.frames):
+        header = line.segments[entry.path].header
+        if header is not None:
+            return header.fingerprint
+    return {}
+
+
+def open_frames(line: Line, plan: Plan) -> tuple[list[StoredFrame], list[files.Reader]]:
+    """All planned files are opened first, so that retention cannot pull them away. The caller closes the readers."""
+    readers: dict[str, files.Reader] = {}
+    try:
+        for entry in plan.frames:
+            if entry.path not in readers:
+                readers[entry.path] = files.Reader(entry.path, direct=True)
+        frames = [StoredFrame(e, readers[e.path], line.segments[e.path].seed) for e in plan.frames]
+        check_chain(frames)
+    except FileNotFoundError as e:
+        _close(readers)
+        raise CorruptionError(f"{e.filename or e} is gone: it was removed while a restore was planned") from e
+    except BaseException:
+        _close(readers)
+        raise
+    return frames, list(readers.values())
+
+
+def _close(readers: dict[str, files.Reader]) -> None:
+    for reader in readers.values():
+        reader.close()
+
+
+def check_chain(frames: Sequence[StoredFrame]) -> None:
+    """Each footer names the one before it."""
+    for before, frame in zip(frames, frames[1:], strict=False):
+        same = before.entry.generation == frame.entry.generation
+        if frame.step != before.step + 1 or (same and frame.footer.previous not in (0, before.footer_sum)):
+            raise CorruptionError(
+                f"step {frame.step} in {frame.entry.path} does not go on from step {before.step} in {before.entry.path}"
+            )
+
+
+def load_base(plan: Plan, num_workers: int) -> State:
+    """S(base step), read and verified by all workers."""
+    manifest = plan.base
+    reader = bases.BaseReader(plan.base_folder, manifest)
+    try:
+        flats = [reader.new_tensor(t) for t in manifest.tensors]
+        pieces = [
+            (stored, i, flat)
+            for stored, flat in zip(manifest.tensors, flats, strict=True)
+            for i in range(max(1, -(-flat.numel() // PIECE_ELEMENTS)))
+        ]
+        with ThreadPoolExecutor(max(2, num_workers), "everstep-base") as pool:
+            for done in [pool.submit(reader.read_piece, *piece) for piece in pieces]:
+                done.result()
+    finally:
+        reader.close()
+    tensors = [
+        with_strides(flat, stored.shape, stored.strides)
+        for stored, flat in zip(manifest.tensors, flats, strict=True)
+    ]
+    return state_of(manifest, tensors)
+
+
+def state_of(manifest: Manifest, tensors: list[torch.Tensor]) -> State:
+    specs = {spec.name: spec for spec in manifest.layout.optimizers}
+    optimizers = {}
+    for stored in manifest.optimizers:
+        optimizers[stored.name] = OptimizerState(
+            specs[stored.name], list(stored.hyper), [tuple(p) for p in stored.params],
+            {uid: tree.unpack(s, lambda i: tensors[i]) for uid, s in stored.state},
+        )  # fmt: skip
+    atoms = {
+        t.uid: tensor for t, tensor in zip(manifest.tensors, tensors, strict=True) if t.role in ("param", "buffer")
+    }
+    carried = {
+        uid: torch.zeros_like(atoms[uid]) if index < 0 else tensors[index] for uid, index in manifest.carried
+    }
+    return State(manifest.step, manifest.layout, atoms, optimizers, carried, bases.cursor_of(manifest))
+
+
+def audited_tensors(state: State) -> dict[int, tuple[str, torch.Tensor]]:
+    """Every dense tensor of a state that frames carry hashes of: uid -> (label, tensor)."""
+    found = {
+        atom.uid: (atom.label(), state.tensors[atom.uid])
+        for atom in state.layout.atoms
+        if atom.uid in state.tensors
+    }
+    names = {atom.uid: atom.name for atom in state.layout.atoms}
+    for name, optimizer in state.optimizers.items():
+        for uid, values in optimizer.state.items():
+            for key, value in values.items():
+                if isinstance(value, torch.Tensor) and not value.is_sparse:
+                    found[state_uid(name, uid, key)] = (f"{name}: {key} of {names.get(uid, uid)}", value)
+    return found
+
+
+def audit(state: State, footer: Footer, num_workers: int = 1) -> list[str]:
+    """Labels of the tensors whose hashes differ from those in the frame that made this state."""
+    entries = audit_entries(footer)
+    known = audited_tensors(state)
+    by_uid: dict[int, list[tuple[int, int]]] = {}
+    for uid, piece, expected in zip(
+        entries["uid"].tolist(), entries["piece"].tolist(), entries["hash"].tolist(), strict=True
+    ):
+        by_uid.setdefault(uid, []).append((piece, expected))
+
+    def check(uid: int) -> str | None:
+        if uid not in known:
+            return f"(tensor {uid:016x}, which the replayed state does not have)"
+        label, tensor = known[uid]
+        dense = plain(tensor)
+        data, size = view_bytes(dense), PIECE_ELEMENTS * dense.element_size()
+        for piece, expected in by_uid[uid]:
+            part = data[piece * size : (piece + 1) * size]
+            if bases.piece_sum(part, uid, piece * PIECE_ELEMENTS) != expected:
+                return label
+        return None
+
+    with ThreadPoolExecutor(max(1, num_workers), "everstep-audit") as pool:
+        return [label for label in pool.map(check, by_uid) if label is not None]
+
+
+def first_bad_step(line: Line, plan: Plan, live: Live | None) -> tuple[int, list[str]]:
+    """Replay one step at a time and return the first whose hashes differ, with the tensors."""
+    frames, readers = open_frames(line, plan)
+    try:
+        state = load_base(plan, 1)
+        threads = int(_fingerprint(line, plan).get("num_threads", 1))
+        folder = Folder(find_layout=layout_finder(line), live=live, num_threads=threads)
+        for frame in frames:
+            folder.fold(state, [frame])
+            bad = audit(state, frame.footer)
+            if bad:
+                return frame.step, bad
+    finally:
+        for reader in readers:
+            reader.close()
+    return plan.step, []
+
+
+def _audit_error(line: Line, plan: Plan, live: Live | None, bad: list[str]) -> AuditError:
+    step, first = first_bad_step(line, plan, live)
+    proven = step - 1
+    return AuditError(
+        f"step {plan.step} of {line.listing.path.path} is not what the trainer had: from step {step} on, replaying gives "
+        f"other values for {', '.join((first or bad)[:5])}. Something changed them without a trace (an edit through .data "
+        f"or numpy?), or this machine computes differently ({_difference(line, plan)}). The last proven step is {proven}: "
+        f"resume(step={proven}) goes on from there",
+        step=step,
+        proven_step=proven,
+    )
+
+
+def _difference(line: Line, plan: Plan) -> str:
+    found = differences(_fingerprint(line, plan), fingerprint())
+    return "; ".join(found) if found else "same fingerprint"
+
+
+def layout_finder(line: Line) -> Callable[[str], Layout]:
+    return lambda i: line.listing.path.read_layout(i, line.timelines)

@@ -1,0 +1,232 @@
+"""open(run) -> History: a run seen from outside, read-only, without its model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import nn
+from torch.optim import Optimizer
+
+from everstep import cursor as cursors
+from everstep.errors import AuditError, CorruptionError, EverstepError, UsageError
+from everstep.fold import Folder
+from everstep.naming import named
+from everstep.restore.apply import apply, public_state
+from everstep.restore.execute import (
+    Restored,
+    audit,
+    check_chain,
+    layout_finder,
+    load_base,
+    open_frames,
+    restore,
+)
+from everstep.restore.plan import Line, Plan, describe_steps, line_of
+from everstep.store.bases import BaseReader
+from everstep.store.runs import RunPath, read_listing
+
+Step = int | Literal["latest"]
+
+
+@dataclass
+class Report:
+    """What verify() found."""
+
+    num_bases: int = 0
+    num_frames: int = 0
+    num_bytes: int = 0
+    deep: bool = False
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    proven_step: int | None = None
+    """With deep: the last step up to which every replayed step passed its audit."""
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+    def __str__(self) -> str:
+        head = (
+            f"{self.num_bases} bases, {self.num_frames} frames, {self.num_bytes / 1e6:.1f} MB: "
+            f"{'all good' if self.ok else f'{len(self.problems)} problem(s)'}"
+        )
+        if self.deep:
+            head += f"; replayed and proven up to step {self.proven_step}"
+        return "\n  ".join([head, *self.problems, *self.notes])
+
+
+class History:
+    """Every restorable step of a run. Reads only; needs no model; never unpickles."""
+
+    def __init__(self, run: str | os.PathLike[str]) -> None:
+        self._path = RunPath(run)
+        self._path.must_exist()
+        self._path.read_run()
+
+    def _line(self, timeline: int | None = None) -> Line:
+        return line_of(read_listing(self._path), timeline=timeline)
+
+    @property
+    def path(self) -> str:
+        return self._path.path
+
+    @property
+    def steps(self) -> list[int]:
+        """Every restorable step of the newest line, ancestors included."""
+        return self._line().steps()
+
+    def steps_of(self, timeline: int) -> list[int]:
+        """Every restorable step of another timeline's newest line."""
+        return self._line(timeline).steps()
+
+    @property
+    def timelines(self) -> list[int]:
+        return sorted(read_listing(self._path).timelines)
+
+    def plan(self, step: Step = "latest", *, timeline: int | None = None) -> Plan:
+        """How a step would be restored; print it."""
+        line = self._line(timeline)
+        return line.plans(_step(line, step))[0]
+
+    def state(self, step: Step = "latest", *, timeline: int | None = None) -> dict[str, Any]:
+        """S(step) as nested dicts of whole tensors: `model`, `optimizer`, `extras`."""
+        restored = self._restore(step, timeline)
+        return public_state(restored.state, cursors.decode(restored.state.cursor)["extras"])
+
+    def restore(
+        self, model: Any, optimizer: Any, step: Step = "latest", extras: dict[str, Any] | None = None, *,
+        timeline: int | None = None,
+    ) -> int:  # fmt: skip
+        """Put S(step) into these objects; returns the step. Nothing on disk changes; RNG is left alone."""
+        models, optimizers = named(model, nn.Module, "model"), named(optimizer, Optimizer, "optimizer")
+        given = cursors.check_extras(extras)
+        restored = self._restore(step, timeline, optimizers)
+        saved = cursors.decode(restored.state.cursor)["extras"]
+        if given:
+            cursors.check_same_extras(given, saved)
+        apply(restored.state, models, optimizers)
+        cursors.load_extras(given, saved)
+        return restored.state.step
+
+    def _restore(self, step: Step, timeline: int | None, live: dict[str, Optimizer] | None = None) -> Restored:
+        line = self._line(timeline)
+        return restore(line, _step(line, step), live=live)
+
+    def verify(self, *, deep: bool = False, progress: Callable[[int, int], None] | None = None) -> Report:
+        """Check every checksum of the newest line; `deep` also replays every step against its audit."""
+        report = Report(deep=deep)
+        line = self._line()
+        report.problems += line.problems
+        for step, (manifest, folder) in sorted(line.bases.items()):
+            report.num_bases += 1
+            report.num_bytes += sum(manifest.files.values())
+            _checked(report, lambda m=manifest, f=folder: _verify_base(f, m))  # type: ignore[misc]
+            if manifest.step != step:
+                report.problems.append(f"{folder} says that it is step {manifest.step}")
+        entries = [line.frames[n] for n in sorted(line.frames)]
+        for i, entry in enumerate(entries):
+            report.num_frames += 1
+            report.num_bytes += entry.end_offset - entry.offset
+            _checked(report, lambda e=entry: _verify_frame(line, e))  # type: ignore[misc]
+            if progress is not None:
+                progress(i + 1, len(entries))
+        for segment in line.segments.values():
+            if segment.torn_bytes:
+                report.notes.append(f"{segment.path}: {segment.torn_bytes} bytes of an unfinished step at its end")
+        if deep:
+            _verify_deep(report, line)
+        return report
+
+    def __repr__(self) -> str:
+        try:
+            return f"<everstep.History {self.path}: steps {describe_steps(self.steps)}>"
+        except EverstepError as e:
+            return f"<everstep.History {self.path}: {e}>"
+
+
+def _step(line: Line, step: Step) -> int:
+    if step == "latest":
+        return line.latest()
+    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        raise UsageError(f"step must be 'latest' or a number from 0 on, not {step!r}")
+    return step
+
+
+def _checked(report: Report, work: Callable[[], None]) -> None:
+    try:
+        work()
+    except (CorruptionError, AuditError) as e:
+        report.problems.append(str(e))
+
+
+def _verify_base(folder: str, manifest: Any) -> None:
+    reader = BaseReader(folder, manifest)
+    try:
+        for stored in manifest.tensors:
+            flat = reader.new_tensor(stored)
+            for i in range(len(stored.sums)):
+                reader.read_piece(stored, i, flat)
+    finally:
+        reader.close()
+
+
+def _verify_frame(line: Line, entry: Any) -> None:
+    plan = Plan(entry.step, 0, 0, None, "", (entry,))  # type: ignore[arg-type]
+    frames, readers = open_frames(line, plan)
+    try:
+        frames[0].check_payloads()
+    finally:
+        for reader in readers:
+            reader.close()
+
+
+def _verify_deep(report: Report, line: Line) -> None:
+    """From each base replay to the next base (or the end), checking every audit, and the next base bit for bit."""
+    starts = sorted(line.bases)
+    steps = line.steps()
+    for i, start in enumerate(starts):
+        end = starts[i + 1] if i + 1 < len(starts) else steps[-1]
+        while end > start and not all(n in line.frames for n in range(start + 1, end + 1)):
+            end -= 1
+        try:
+            _replay(report, line, _plan_from(line, start, end))
+        except EverstepError as e:
+            report.problems.append(str(e))
+            return
+
+
+def _plan_from(line: Line, start: int, end: int) -> Plan:
+    manifest, folder = line.bases[start]
+    frames = tuple(line.frames[n] for n in range(start + 1, end + 1))
+    return Plan(end, line.spans[0].timeline, line.newest.generation, manifest, folder, frames)
+
+
+def _replay(report: Report, line: Line, plan: Plan) -> None:
+    frames, readers = open_frames(line, plan)
+    try:
+        check_chain(frames)
+        state = load_base(plan, os.cpu_count() or 1)
+        report.proven_step = state.step
+        threads = {f.path: line.segments[f.path].header for f in plan.frames}
+        for frame in frames:
+            header = threads[frame.entry.path]
+            num_threads = int(header.fingerprint.get("num_threads", 1)) if header is not None else 1
+            Folder(find_layout=layout_finder(line), num_threads=num_threads).fold(state, [frame])
+            bad = audit(state, frame.footer)
+            if bad:
+                report.problems.append(
+                    f"step {frame.step}: replaying gives other values than the trainer had for {', '.join(bad[:5])}"
+                )
+                return
+            report.proven_step = frame.step
+    finally:
+        for reader in readers:
+            reader.close()
+
+
+def open_run(run: str | os.PathLike[str]) -> History:
+    """Open a run to read it. NotARunError if there is none."""
+    return History(run)

@@ -1,0 +1,219 @@
+"""From a run's listing to what can be restored and how. Pure: a plan can be printed before anything is read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from everstep.errors import CorruptionError, NothingToRestoreError, StepNotFoundError
+from everstep.format.documents import GenerationDocument, Manifest
+from everstep.store.bases import base_folder
+from everstep.store.log import FrameEntry, Segment
+from everstep.store.runs import Listing
+
+
+@dataclass(frozen=True)
+class Span:
+    """Steps (low, high] of a line come from this generation's frames."""
+
+    timeline: int
+    generation: int
+    low: int
+    high: int | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How S(step) is made: a base, then frames."""
+
+    step: int
+    timeline: int
+    generation: int
+    base: Manifest
+    base_folder: str
+    frames: tuple[FrameEntry, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.base.files.values()) + sum(f.end_offset - f.offset for f in self.frames)
+
+    def __str__(self) -> str:
+        lines = [
+            f"restore step {self.step} (timeline {self.timeline}, generation {self.generation})",
+            f"  base   step {self.base.step:>9}  {sum(self.base.files.values()) / 1e6:10.1f} MB  {self.base_folder}",
+        ]
+        by_file: dict[str, list[FrameEntry]] = {}
+        for frame in self.frames:
+            by_file.setdefault(frame.path, []).append(frame)
+        for path, frames in by_file.items():
+            size = sum(f.end_offset - f.offset for f in frames) / 1e6
+            lines.append(f"  frames {frames[0].step:>6} to {frames[-1].step:>6}  {size:8.1f} MB  {path}")
+        lines.append(f"  {len(self.frames)} steps to replay, {self.num_bytes / 1e6:.1f} MB to read")
+        return "\n".join(lines)
+
+
+@dataclass
+class Line:
+    """One unbroken history: a generation and all it goes on from."""
+
+    listing: Listing
+    spans: list[Span]
+    newest: GenerationDocument
+    bases: dict[int, tuple[Manifest, str]] = field(default_factory=dict)
+    frames: dict[int, FrameEntry] = field(default_factory=dict)
+    segments: dict[str, Segment] = field(default_factory=dict)
+    durable_step: int = -1
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def timelines(self) -> list[int]:
+        """Timelines of the line, newest first."""
+        return list(dict.fromkeys(s.timeline for s in self.spans))
+
+    def steps(self) -> list[int]:
+        """Every restorable step, in order."""
+        found: set[int] = set(self.bases)
+        for step in self.bases:
+            n = step + 1
+            while n in self.frames and n not in found:
+                found.add(n)
+                n += 1
+        return sorted(found)
+
+    def latest(self) -> int:
+        """The newest step. CorruptionError if newer ones were durable once and are lost."""
+        steps = self.steps()
+        if self.durable_step > (steps[-1] if steps else -1):
+            lost = f"{(steps[-1] if steps else -1) + 1} to {self.durable_step}"
+            raise CorruptionError(
+                f"{self.listing.path.path}: steps {lost} were durable but are damaged or missing: "
+                f"{self._why()}. {_can_restore(steps)}"
+            )
+        if not steps:
+            if self.problems:
+                raise CorruptionError(f"{self.listing.path.path}: nothing can be restored: {self._why()}")
+            raise NothingToRestoreError(
+                f"{self.listing.path.path} holds no restorable step yet: its first base was not finished"
+            )
+        return steps[-1]
+
+    def _why(self) -> str:
+        return "; ".join(self.problems) if self.problems else "their files are gone"
+
+    def plans(self, step: int) -> list[Plan]:
+        """All ways to make S(step), cheapest first. StepNotFoundError or CorruptionError if there is none."""
+        plans = []
+        for base in sorted((b for b in self.bases if b <= step), reverse=True):
+            wanted = range(base + 1, step + 1)
+            if all(n in self.frames for n in wanted):
+                manifest, folder = self.bases[base]
+                plans.append(
+                    Plan(
+                        step, self.spans[0].timeline, self.newest.generation, manifest, folder,
+                        tuple(self.frames[n] for n in wanted),
+                    )
+                )  # fmt: skip
+        if plans:
+            return plans
+        steps = self.steps()
+        message = f"step {step} cannot be restored from {self.listing.path.path}"
+        if self.problems and (not steps or min(steps) <= step <= max(self.durable_step, steps[-1])):
+            raise CorruptionError(f"{message}: {self._why()}. {_can_restore(steps)}")
+        raise StepNotFoundError(f"{message}. {_can_restore(steps)}")
+
+
+def _can_restore(steps: list[int]) -> str:
+    if not steps:
+        return "No step can be restored"
+    return f"Restorable steps: {describe_steps(steps)}"
+
+
+def describe_steps(steps: Iterable[int]) -> str:
+    """`0 to 40, 60 to 75`"""
+    parts: list[list[int]] = []
+    for n in steps:
+        if parts and n == parts[-1][1] + 1:
+            parts[-1][1] = n
+        else:
+            parts.append([n, n])
+    return ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in parts)
+
+
+def line_of(listing: Listing, *, timeline: int | None = None) -> Line:
+    """The newest line, or the newest of one timeline."""
+    generations = listing.generations()
+    if timeline is None:
+        numbers = list(generations)
+        _check_no_newer_damaged(listing, max(numbers, default=0))
+    else:
+        if timeline not in listing.timelines:
+            have = ", ".join(str(t) for t in sorted(listing.timelines)) or "none"
+            raise StepNotFoundError(f"{listing.path.path} has no timeline {timeline}; it has: {have}")
+        numbers = list(listing.timelines[timeline].generations)
+    if not numbers:
+        problems = [p for t in listing.timelines.values() for p in t.problems] + listing.problems
+        if problems:
+            raise CorruptionError(f"{listing.path.path}: {'; '.join(problems)}")
+        raise NothingToRestoreError(f"{listing.path.path} holds no restorable step yet: no training has begun")
+    return _line(listing, generations, generations[max(numbers)])
+
+
+def _check_no_newer_damaged(listing: Listing, newest: int) -> None:
+    for timeline in listing.timelines:
+        for name in os.listdir(listing.path.generations(timeline)):
+            digits = name.removesuffix(".json")
+            if name.endswith(".json") and digits.isdigit() and int(digits) > newest:
+                raise CorruptionError(
+                    f"{os.path.join(listing.path.generations(timeline), name)} is damaged: it says where the newest "
+                    "part of this run begins. Restore a step of an older timeline by everstep.open(run).state(step, "
+                    "timeline=n), or put the file back from a copy"
+                )
+        for segment in listing.timelines[timeline].segments:
+            if segment.generation > newest:
+                raise CorruptionError(
+                    f"{segment.path} belongs to generation {segment.generation}, whose document is missing"
+                )
+
+
+def _line(listing: Listing, generations: dict[int, GenerationDocument], newest: GenerationDocument) -> Line:
+    spans = []
+    document: GenerationDocument | None = newest
+    high: int | None = None
+    broken: list[str] = []
+    while document is not None:
+        spans.append(Span(document.timeline, document.generation, document.resume_step, high))
+        high = document.resume_step if high is None else min(high, document.resume_step)
+        if document.parent is None:
+            break
+        parent = generations.get(document.parent)
+        if parent is None:
+            broken.append(f"generation {document.parent} of {listing.path.path} is damaged or missing")
+        document = parent
+    line = Line(listing, spans, newest)
+    line.problems += broken + listing.problems
+    for span in spans:
+        timeline = listing.timelines[span.timeline]
+        line.problems += [p for p in timeline.problems if p not in line.problems]
+        for step, manifest in timeline.bases.items():
+            inside = manifest.generation == span.generation and (span.high is None or step <= span.high)
+            if inside and step >= span.low and step not in line.bases and manifest.run == listing.run.run:
+                line.bases[step] = (manifest, base_folder(listing.path.bases(span.timeline), step))
+        for segment in timeline.segments:
+            if segment.generation != span.generation:
+                continue
+            line.segments[segment.path] = segment
+            durable = segment.durable_step
+            line.durable_step = max(line.durable_step, durable if span.high is None else min(durable, span.high))
+            for frame in segment.frames:
+                if span.low < frame.step and (span.high is None or frame.step <= span.high):
+                    line.frames.setdefault(frame.step, frame)
+            if segment.end is not None and segment.end.next_step is not None and span.high is None:
+                following = segment.end.next_step
+                if not any(
+                    s.first_step == following and s.generation == span.generation for s in timeline.segments
+                ):
+                    line.problems.append(
+                        f"the log file of generation {span.generation} that begins at step {following} is missing"
+                    )
+    return line

@@ -1,0 +1,51 @@
+"""The states of all random number generators that training draws from."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def capture() -> dict[str, Any]:
+    """torch (CPU and every accelerator in use), numpy's global one, random. Cheap; values are immutable or copies."""
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "numpy": np.random.get_state(legacy=True),
+        "random": random.getstate(),
+    }
+    if torch.accelerator.is_available():
+        state["device"] = _device_states()
+    return state
+
+
+def to_plain(state: dict[str, Any]) -> dict[str, Any]:
+    """In a form that tree.pack stores compactly."""
+    version, words, gauss = state["random"]
+    name, keys, position, has_gauss, cached = state["numpy"]
+    return {
+        "torch": state["torch"],
+        "numpy": [str(name), np.asarray(keys, np.uint32), int(position), int(has_gauss), float(cached)],
+        "random": [version, np.array(words, np.uint32), gauss],
+        "device": state.get("device"),
+    }
+
+
+def install(plain: dict[str, Any]) -> None:
+    """Set every generator to a captured state (after to_plain and a round trip)."""
+    torch.set_rng_state(plain["torch"])
+    name, keys, position, has_gauss, cached = plain["numpy"]
+    np.random.set_state((name, keys, position, has_gauss, cached))
+    version, words, gauss = plain["random"]
+    random.setstate((version, tuple(int(w) for w in words), gauss))
+    if plain.get("device") is not None and torch.accelerator.is_available():
+        module = torch.get_device_module(torch.accelerator.current_accelerator())
+        for index, state in enumerate(plain["device"]):
+            module.set_rng_state(state, index)
+
+
+def _device_states() -> list[torch.Tensor]:
+    module = torch.get_device_module(torch.accelerator.current_accelerator())
+    return [module.get_rng_state(i) for i in range(torch.accelerator.device_count())]

@@ -1,0 +1,612 @@
+"""attach: the one place where the stages are wired together."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import sys
+import time
+import uuid
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from everstep import cursor as cursors
+from everstep import rng
+from everstep.capture import loader as loaders
+from everstep.capture.capture import Capture, Destination
+from everstep.capture.offload import DURABILITIES
+from everstep.capture.snapshot import Snapshot
+from everstep.errors import (
+    EverstepError,
+    InexactWarning,
+    NothingToRestoreError,
+    StepNotFoundError,
+    StorageError,
+    UnprotectedWarning,
+    UsageError,
+)
+from everstep.fingerprint import differences, fingerprint
+from everstep.follow.keeper import Keeper
+from everstep.format.documents import GenerationDocument, RunDocument, TimelineDocument
+from everstep.naming import named, take_inventory
+from everstep.restore.apply import apply, check_fits
+from everstep.restore.execute import Restored, restore
+from everstep.restore.history import Step
+from everstep.restore.plan import Line, line_of
+from everstep.store import files
+from everstep.store.log import LogWriter
+from everstep.store.retention import Retention
+from everstep.store.runs import Listing, RunPath, WriterLock, describe_writer, read_listing
+
+MODES = ("delta",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What attach takes beside model, optimizer, run, mode and extras."""
+
+    durability: str = "step"
+    """`step`: every step is on stable storage; `batch`: every `batch_steps`; `os`: survives the process, not the host."""
+    batch_steps: int = 8
+    max_inflight_steps: int = 4
+    """Steps that may be on their way to storage; training waits when there are more."""
+    max_inflight_bytes: int = 4 << 30
+    on_error: str = "raise"
+    """`raise`: a storage error is raised at the next commit; `warn`: training goes on unprotected and protects itself
+    again when storage is back."""
+    audit: str = "auto"
+    """`auto`: parameters at every step, optimizer state as time allows; `full`: everything at every step."""
+    retention: Retention = field(default_factory=Retention)
+    base_interval: int = 200
+    """A new base after so many steps."""
+    follower: bool = True
+    """Let a low-priority process make bases from the log; False: the trainer takes them itself."""
+    segment_bytes: int = 256 << 20
+    direct_io: bool | None = None
+    """Bypass the page cache when writing; None: where the file system can."""
+    quiet: bool = False
+
+    def __post_init__(self) -> None:
+        if self.durability not in DURABILITIES:
+            raise UsageError(f"durability must be one of {', '.join(DURABILITIES)}, not {self.durability!r}")
+        if self.on_error not in ("raise", "warn"):
+            raise UsageError(f"on_error must be 'raise' or 'warn', not {self.on_error!r}")
+        if self.audit not in ("auto", "full"):
+            raise UsageError(f"audit must be 'auto' or 'full', not {self.audit!r}")
+        if isinstance(self.retention, dict):
+            object.__setattr__(self, "retention", Retention(**self.retention))
+        for name in ("batch_steps", "max_inflight_steps", "max_inflight_bytes", "base_interval", "segment_bytes"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} must be at least 1, not {getattr(self, name)}")
+
+
+def attach(
+    model: nn.Module | Mapping[str, nn.Module],
+    optimizer: Optimizer | Mapping[str, Optimizer],
+    run: str | os.PathLike[str],
+    *,
+    mode: str = "delta",
+    extras: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Run:
+    """Make every step of this training recoverable. Changes no tensor; see Run and Options."""
+    if mode not in MODES:
+        raise UsageError(f"mode must be one of {', '.join(MODES)}, not {mode!r}")
+    known = Options.__dataclass_fields__
+    unknown = [name for name in options if name not in known]
+    if unknown:
+        raise UsageError(f"unknown option {unknown[0]!r}; attach knows {', '.join(known)}")
+    return Run(model, optimizer, run, cursors.check_extras(extras), Options(**options))
+
+
+class Run:
+    """A training run that is being written. Made by attach(); use it as a context manager, from one thread."""
+
+    def __init__(self, model: Any, optimizer: Any, run: Any, extras: dict[str, Any], options: Options) -> None:
+        self._models = named(model, nn.Module, "model")
+        self._optimizers = named(optimizer, Optimizer, "optimizer")
+        both = set(self._models) & set(self._optimizers)
+        if both:
+            raise UsageError(f"a model and an optimizer have the same name: {', '.join(sorted(both))}")
+        self._extras = extras
+        self._options = options
+        inventory = take_inventory(self._models, self._optimizers)
+        cursors.capture_extras(extras)
+        self._path = RunPath(run)
+        existed = self._path.exists()
+        document = self._path.read_run() if existed else None
+        self._document: RunDocument = document if document is not None else self._path.create()
+        self._lock = WriterLock(self._path)
+        self._capture: Capture | None = None
+        self._keeper: Keeper | None = None
+        self._resumed: int | None = None
+        self._closed = False
+        self._pid = os.getpid()
+        self._saved_position: dict[str, Any] | None = None
+        self._pass: loaders.Pass | None = None
+        self._loader: Any = None
+        self._pass_index = -1
+        self._skipped_passes = False
+        self._restored: Restored | None = None
+        self._durable = -1
+        self._base_ready = False
+        self._unprotected_since: int | None = None
+        self._next_retry = 0.0
+        self._rebase = False
+        self._last_cursor: dict[str, Any] = {}
+        self._restore_s = 0.0
+        self._commits = 0
+        atexit.register(self._at_exit)
+        self._say(self._attach_line(inventory))
+
+    # -- the public face ----------------------------------------------------------------------------------------------
+
+    @property
+    def path(self) -> str:
+        return self._path.path
+
+    @property
+    def step(self) -> int:
+        """Committed steps so far. UsageError before resume()."""
+        return self._live().step
+
+    @property
+    def epoch(self) -> int:
+        """Which pass the latest call of steps() is in, counted from 0 over all calls."""
+        return max(self._pass_index, 0)
+
+    @property
+    def durable_step(self) -> int:
+        """The last step that survives whatever `durability` promises; -1 before the first base is stored."""
+        return self._durable
+
+    def resume(self, step: Step = "latest") -> int:
+        """Restore in place and return the step: 0 for a new run. Resuming an older step opens a new timeline."""
+        if self._closed:
+            raise UsageError("this Run is closed")
+        if self._resumed is not None:
+            raise UsageError(f"already resumed at step {self._resumed}; attach again to resume another step")
+        begun = time.perf_counter()
+        listing = read_listing(self._path)
+        line, asked = self._choose(listing, step)
+        if line is None or asked is None:
+            self._begin_new(listing)
+            at = 0
+        else:
+            at = self._restore_and_begin(listing, line, asked, step)
+        self._resumed = at
+        self._restore_s = time.perf_counter() - begun
+        return at
+
+    def steps(self, loader: Iterable[Any], epochs: int = 1) -> Iterator[Any]:
+        """Batches of `loader` from where the run stopped; every turn of the loop is committed.
+
+        Calls are matched by their order: a pass that was finished before the run stopped yields nothing.
+        """
+        if self._resumed is None:
+            self.resume()
+        for _ in range(epochs):
+            self._settle_pass()
+            self._pass_index += 1
+            saved = self._saved_position
+            if saved is not None and self._pass_index < saved["pass"]:
+                self._skipped_passes = True
+                continue
+            self._loader = loader
+            current = self._pass = self._open_pass(loader)
+            for batch in current:
+                yield batch
+                self.commit()
+            self._pass = current
+
+    def commit(self, wait: bool = False) -> int:
+        """End step t: everything since the last commit becomes its frame. Nothing happened: nothing is committed.
+
+        Returns the step. `wait`: only when it is durable. Raises what went wrong in the background since the last.
+        """
+        capture = self._live()
+        begun = time.perf_counter()
+        stalled = capture.stall_s
+        self._look_at_errors()
+        if capture.commit(self._cursor):
+            self._commits += 1
+            self._after_commit(capture)
+        capture.thread_s += time.perf_counter() - begun - (capture.stall_s - stalled)
+        if wait:
+            self.flush()
+        return capture.step
+
+    def flush(self) -> None:
+        """Return when all committed steps are durable."""
+        capture = self._live()
+        capture.settle()
+        capture.offload.flush()
+        if capture.snapshot is not None and not self._base_ready:
+            capture.snapshot.wait()
+        self._look_at_errors()
+
+    def stats(self) -> dict[str, Any]:
+        """Numbers about this run since it was attached."""
+        capture = self._live()
+        steps, num_bytes = capture.offload.inflight()
+        log = self._log
+        return {
+            "step": capture.step,
+            "durable_step": self.durable_step,
+            "proven_step": self._keeper.proven_step if self._keeper is not None else None,
+            "resumed_step": self._resumed,
+            "resume_s": self._restore_s,
+            "commits": self._commits,
+            "step_s": capture.step_s,
+            "training_thread_s": capture.thread_s,
+            "stall_s": capture.stall_s,
+            "inflight_steps": steps,
+            "inflight_bytes": num_bytes,
+            "log_bytes": log.bytes_written,
+            "bytes_a_step": log.bytes_written / self._commits if self._commits else 0,
+            "copied_gradient_bytes": sum(t.copied_bytes for t in capture.taps.values()),
+            "hidden_edits": capture.hidden_edits,
+            "background_s": capture.background_s(),
+            "sync_s": capture.offload.sync_s,
+            "unprotected_since": self._unprotected_since,
+            **(self._keeper.stats() if self._keeper is not None else {}),
+        }
+
+    def close(self) -> None:
+        """Commit what is pending, make everything durable, leave a base at the last step, release the run."""
+        if self._closed or os.getpid() != self._pid:
+            return
+        try:
+            if self._capture is not None:
+                self._settle_pass()
+                self.commit()
+        finally:
+            self._close(finish=True)
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: object, traceback: object) -> None:
+        if kind is None:
+            self.close()
+            return
+        try:
+            self._close(finish=False)
+        except EverstepError as e:
+            warnings.warn(f"while closing {self.path}: {e}", UnprotectedWarning, stacklevel=2)
+
+    def __repr__(self) -> str:
+        where = "not resumed" if self._capture is None else f"step {self._capture.step}, durable {self.durable_step}"
+        return f"<everstep.Run {self.path}: {where}>"
+
+    # -- resuming -----------------------------------------------------------------------------------------------------
+
+    def _choose(self, listing: Listing, step: Step) -> tuple[Line | None, int | None]:
+        """The line and step to restore; (None, None) for a new run."""
+        if step != "latest" and (not isinstance(step, int) or isinstance(step, bool) or step < 0):
+            raise UsageError(f"step must be 'latest' or a number from 0 on, not {step!r}")
+        try:
+            line = line_of(listing)
+            if step == "latest" or self._forked_already(listing, line, step):
+                return line, line.latest()
+            line.plans(step)
+            return line, step
+        except NothingToRestoreError:
+            if step in ("latest", 0):
+                return None, None
+            raise StepNotFoundError(f"step {step} cannot be restored: {self.path} has no steps yet") from None
+
+    def _forked_already(self, listing: Listing, line: Line, step: int) -> bool:
+        """Whether an earlier process of this same launch has opened the fork that is asked for."""
+        generations = listing.generations()
+        return any(
+            generations[s.generation].launch == launch_id() and generations[s.generation].asked_step == step
+            for s in line.spans
+        )
+
+    def _restore_and_begin(self, listing: Listing, line: Line, at: int, asked: Step) -> int:
+        self._say(f"everstep: restoring step {at} of {self.path} …")
+        restored = restore(line, at, live=self._optimizers)
+        check_fits(restored.state, self._models, self._optimizers)
+        cursor = cursors.decode(restored.state.cursor)
+        cursors.check_same_extras(self._extras, cursor["extras"])
+        self._warn_if_unproven(restored)
+        self._apply(restored, cursor)
+        fork = at != line.latest() if asked != "latest" else False
+        timeline = line.timelines[0]
+        if fork:
+            timeline = max(listing.timelines) + 1
+            self._path.create_timeline(
+                TimelineDocument(timeline, line.timelines[0], line.newest.generation, at)
+            )
+        self._begin(listing, timeline, line.newest.generation, at, asked_step=at if fork else None)
+        self._saved_position = cursor["data"]
+        self._restored = restored
+        self._last_cursor = {**cursor, "rng": rng.capture()}
+        if fork or restored.fingerprint.get("torch") != fingerprint()["torch"]:
+            self._take_base()
+        else:
+            self._base_ready = True
+            self._durable = at
+        replayed = at - restored.plan.base.step
+        self._say(
+            f"everstep: resumed {self.path} at step {at} (base {restored.plan.base.step} + {replayed} steps"
+            f"{f', new timeline {timeline}' if fork else ''})"
+        )
+        return at
+
+    def _warn_if_unproven(self, restored: Restored) -> None:
+        if restored.proven or not restored.plan.frames:
+            return
+        changed = differences(restored.fingerprint, fingerprint())
+        why = f" and this machine differs: {'; '.join(changed)}" if changed else ""
+        warnings.warn(
+            f"step {restored.state.step}: parameters are proven bit for bit; the audit of this step did not cover all of "
+            f"the optimizer state{why}. Pass audit='full' to have every step proven in full",
+            InexactWarning,
+            stacklevel=3,
+        )
+
+    def _apply(self, restored: Restored, cursor: dict[str, Any]) -> None:
+        # Extras first: loading a scheduler may touch the optimizer's groups, and what was recorded has the last word.
+        cursors.load_extras(self._extras, cursor["extras"])
+        apply(restored.state, self._models, self._optimizers)
+        rng.install(cursor["rng"])
+
+    def _begin_new(self, listing: Listing) -> None:
+        timeline = max(listing.timelines, default=0)
+        if not timeline:
+            timeline = 1
+            self._path.create_timeline(TimelineDocument(1))
+        self._begin(listing, timeline, None, 0, asked_step=None)
+        self._cursor()
+        self._take_base()
+
+    def _begin(
+        self, listing: Listing, timeline: int, parent: int | None, step: int, *, asked_step: int | None
+    ) -> None:
+        """Open the next generation and start watching."""
+        inventory = take_inventory(self._models, self._optimizers)
+        generation = max(listing.generations(), default=0) + 1
+        own = fingerprint()
+        self._path.write_layout(timeline, inventory.layout)
+        self._path.write_generation(
+            GenerationDocument(
+                generation, timeline, parent, step, 1, inventory.layout.id, launch_id(), describe_writer(), own,
+                asked_step,
+            )
+        )  # fmt: skip
+        options = self._options
+        folder = self._path.log(timeline)
+        direct = files.supports_direct(folder) if options.direct_io is None else options.direct_io
+        self._log = LogWriter(
+            folder, run=self._document.run, timeline=timeline, generation=generation, rank=0, fingerprint=own,
+            direct=direct, segment_bytes=options.segment_bytes,
+        )  # fmt: skip
+        destination = Destination(
+            self._document.run, timeline, generation, self._path.bases(timeline), direct, own
+        )
+        self._capture = Capture(
+            self._models, self._optimizers, step, self._log, lambda layout: self._path.write_layout(timeline, layout),
+            destination, inventory=inventory, full_audit=options.audit == "full", durability=options.durability,
+            batch_steps=options.batch_steps, max_inflight_steps=options.max_inflight_steps,
+            max_inflight_bytes=options.max_inflight_bytes,
+        )  # fmt: skip
+        self._capture.offload.claim = lambda: self._durable
+        self._capture.offload.on_durable = self._on_durable
+        self._keeper = Keeper(
+            self._path, timeline, generation, step, options.retention, options.base_interval,
+            follower=options.follower, optimizers=self._optimizers,
+        )  # fmt: skip
+
+    # -- data ---------------------------------------------------------------------------------------------------------
+
+    def _open_pass(self, loader: Any) -> loaders.Pass:
+        saved, self._saved_position = self._saved_position, None
+        if saved is None:
+            return loaders.open_pass(loader, epoch=self._pass_index, state=None)
+        assert self._restored is not None
+        restored, self._restored = self._restored, None
+        cursor = cursors.decode(restored.state.cursor)
+        if self._skipped_passes:
+            # Code between the finished passes has run again (schedulers, validation): undo what it did.
+            self._apply_again(restored, cursor)
+        if saved["state"] is None and saved["generators"]:
+            loaders.set_generator_states(loader, saved["generators"])
+        current = loaders.open_pass(loader, epoch=self._pass_index, state=saved["state"])
+        rng.install(cursor["rng"])
+        return current
+
+    def _apply_again(self, restored: Restored, cursor: dict[str, Any]) -> None:
+        self._apply(restored, cursor)
+        self._live().forget_changes()
+
+    def _settle_pass(self) -> None:
+        """Commit what was done after the last batch of a pass that was left early."""
+        if self._pass is not None:
+            self._pass = None
+            if self._live().pending():
+                self._pass_index += 1
+                try:
+                    self.commit()
+                finally:
+                    self._pass_index -= 1
+
+    def _position(self) -> dict[str, Any]:
+        current = self._pass
+        if current is not None:
+            return {"pass": self._pass_index, "state": current.state(), "generators": []}
+        if self._saved_position is not None:
+            return self._saved_position
+        generators = [] if self._loader is None else loaders.generator_states(self._loader)
+        return {"pass": max(self._pass_index, 0), "state": None, "generators": generators}
+
+    def _cursor(self) -> dict[str, Any]:
+        """The cursor of the step that is being committed."""
+        self._last_cursor = {
+            "rng": rng.capture(),
+            "data": self._position(),
+            "extras": cursors.capture_extras(self._extras) if self._extras else {},
+        }
+        return self._last_cursor
+
+    # -- after a commit -----------------------------------------------------------------------------------------------
+
+    def _after_commit(self, capture: Capture) -> None:
+        keeper = self._keeper
+        assert keeper is not None
+        self._restored = None if self._saved_position is None else self._restored
+        if self._rebase:
+            self._rebase = False
+            self._take_base()
+            return
+        if self._unprotected_since is not None:
+            return
+        wanted = capture.wants_base or keeper.wants_base(capture.step, self._durable, self._log.bytes_written)
+        busy = capture.snapshot is not None and not capture.snapshot.done.is_set()
+        if wanted and not busy:
+            self._take_base()
+
+    def _take_base(self) -> None:
+        self._live().take_base(self._last_cursor, self._on_base)
+
+    def _on_base(self, snapshot: Snapshot) -> None:
+        """In the base thread."""
+        capture = self._capture
+        if snapshot.torn and capture is not None:
+            capture.wants_base = "the last one was disturbed by an edit"
+        if snapshot.manifest is None or capture is None or self._keeper is None:
+            return
+        first = not self._base_ready
+        self._base_ready = True
+        if first:
+            self._durable = max(self._durable, snapshot.step, capture.offload.synced_step)
+            files.note(f"durable {self._durable}")
+        self._keeper.base_done(snapshot.step, self._log.bytes_written)
+
+    def _on_durable(self, step: int) -> None:
+        """In the writer thread."""
+        if self._base_ready:
+            self._durable = max(self._durable, step)
+            files.note(f"durable {self._durable}")
+            if self._keeper is not None:
+                self._keeper.durable(self._durable)
+
+    def _look_at_errors(self) -> None:
+        capture = self._live()
+        errors = capture.errors()
+        if not errors:
+            self._come_back(capture)
+            return
+        error = errors[0]
+        if isinstance(error, EverstepError) and not isinstance(error, StorageError):
+            raise error
+        if self._options.on_error == "raise" or not isinstance(error, StorageError):
+            raise StorageError(
+                f"{self.path}: steps after {self.durable_step} could not be stored: {error}. Everything up to step "
+                f"{self.durable_step} is safe and can be resumed"
+            ) from error
+        if self._unprotected_since is None:
+            self._unprotected_since = capture.step
+            self._next_retry = time.monotonic() + 1.0
+            warnings.warn(
+                f"{self.path}: storage failed, training goes on UNPROTECTED from step {self.durable_step + 1} on: {error}",
+                UnprotectedWarning,
+                stacklevel=3,
+            )
+        elif time.monotonic() >= self._next_retry:
+            self._next_retry = time.monotonic() + 1.0
+            capture.settle()
+            capture.offload.restart()
+            capture.snapshot = None
+            self._base_ready = False
+            self._rebase = True
+
+    def _come_back(self, capture: Capture) -> None:
+        if self._unprotected_since is not None and self._base_ready:
+            self._say(f"everstep: {self.path}: storage is back; protected again from step {capture.step} on")
+            self._unprotected_since = None
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def _close(self, *, finish: bool) -> None:
+        if self._closed or os.getpid() != self._pid:
+            return
+        self._closed = True
+        atexit.unregister(self._at_exit)
+        capture = self._capture
+        try:
+            if capture is not None:
+                self._stop(capture, finish)
+        finally:
+            if self._keeper is not None:
+                self._keeper.close()
+            self._lock.release()
+
+    def _stop(self, capture: Capture, finish: bool) -> None:
+        capture.settle()
+        capture.offload.flush()
+        keeper = self._keeper
+        healthy = not capture.errors()
+        if finish and healthy and keeper is not None and keeper.base_step != capture.step and not capture.pending():
+            capture.take_base(self._last_cursor, self._on_base)
+        capture.close(finish=healthy)
+        if self._base_ready and healthy:
+            self._durable = max(self._durable, capture.step if not capture.errors() else self._durable)
+        errors = capture.errors()
+        if errors and finish:
+            raise StorageError(
+                f"{self.path}: steps after {self._durable} could not be stored: {errors[0]}"
+            ) from errors[0]
+
+    def _at_exit(self) -> None:
+        self.close()
+
+    def _live(self) -> Capture:
+        if self._closed:
+            raise UsageError("this Run is closed")
+        if self._capture is None:
+            raise UsageError("call run.resume() first, or iterate over run.steps(loader)")
+        return self._capture
+
+    def _say(self, text: str) -> None:
+        if not self._options.quiet:
+            print(text, file=sys.stderr, flush=True)
+
+    def _attach_line(self, inventory: Any) -> str:
+        step_bytes = sum(
+            t.numel() * t.element_size() for t in inventory.params().values() if t.requires_grad
+        )
+        free = shutil.disk_usage(self._path.path).free
+        return (
+            f"everstep: {self.path} · mode delta · about {step_bytes / 1e6:.2f} MB a step · "
+            f"{free / 1e9:.0f} GB free ({free // max(step_bytes, 1):,} steps without retention) · "
+            f"keeps {self._options.retention}"
+        )
+
+
+def launch_id() -> str:
+    """Equal for all restarts of one launch (torchrun's agent, a scheduler's job), else unique to this process."""
+    elastic = os.environ.get("TORCHELASTIC_RUN_ID")
+    if elastic and elastic != "none":
+        return f"torchelastic:{elastic}"
+    if elastic:
+        return f"torchelastic:{os.getppid()}:{_started(os.getppid())}"
+    return _OWN_LAUNCH
+
+
+def _started(pid: int) -> str:
+    try:
+        with open(f"/proc/{pid}/stat") as f:
+            return f.read().rsplit(")", 1)[1].split()[19]
+    except (OSError, IndexError):
+        return "unknown"
+
+
+_OWN_LAUNCH = f"process:{uuid.uuid4().hex}"

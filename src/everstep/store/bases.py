@@ -1,0 +1,208 @@
+"""Bases: S(t) in full. One safetensors file a rank, then a manifest; with the manifest the base exists.
+
+Other tools can open the safetensors file; checksums, strides, dtypes that safetensors lacks and everything that is not a
+tensor are in the manifest.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+from everstep.atoms import PIECE_ELEMENTS
+from everstep.errors import CorruptionError
+from everstep.format import documents
+from everstep.format.documents import Manifest, StoredTensor
+from everstep.memory import Bytes, dtype_name, dtype_named, plain, view_bytes
+from everstep.store import files
+
+MANIFEST = "manifest.json"
+_SAFETENSORS = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
+    "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL", "uint16": "U16", "uint32": "U32", "uint64": "U64",
+    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "complex64": "C64",
+}  # fmt: skip
+
+
+def piece_sum(data: Bytes, uid: int, start: int) -> int:
+    """The hash of one piece of an atom: keyed by what it is and where in it the piece begins."""
+    return xxhash.xxh3_64_intdigest(data, (uid + start) & 0xFFFFFFFFFFFFFFFF)
+
+
+def piece_sums(data: Bytes, uid: int, itemsize: int, piece_elements: int = PIECE_ELEMENTS) -> tuple[int, ...]:
+    """piece_sum of every piece; one for an empty tensor."""
+    step = piece_elements * itemsize
+    return tuple(
+        piece_sum(data[i : i + step], uid, i // itemsize) for i in range(0, max(len(data), 1), step)
+    )
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One tensor that a base will hold."""
+
+    uid: int
+    role: str
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        n = self.dtype.itemsize
+        for s in self.shape:
+            n *= s
+        return n
+
+
+def base_folder(bases: str, step: int) -> str:
+    return os.path.join(bases, f"{step:012d}")
+
+
+class BaseWriter:
+    """Writes one base. Not there at all until finish() returns; a crash before leaves only litter."""
+
+    def __init__(self, bases: str, step: int, slots: Sequence[Slot], *, direct: bool) -> None:
+        self.folder = base_folder(bases, step)
+        # Large element sizes first: then every tensor is aligned although safetensors allows no holes.
+        order = sorted(range(len(slots)), key=lambda i: -slots[i].dtype.itemsize)
+        self.order = order
+        """Indices into slots in the order in which add() wants them."""
+        self._slots = slots
+        self._next = 0
+        if os.path.isdir(self.folder):
+            # Litter of a crash, or a base of a dead generation: its manifest goes first, so that it never looks whole.
+            files.remove(os.path.join(self.folder, MANIFEST))
+            files.sync_dir(self.folder)
+            files.remove_dir(self.folder)
+        files.make_dir(self.folder)
+        header, offsets = _header([slots[i] for i in order])
+        self._stored: list[StoredTensor | None] = [None] * len(slots)
+        self._offsets = dict(zip(order, offsets, strict=True))
+        self._file = files.Appender(os.path.join(self.folder, "rank-00000.safetensors"), direct=direct)
+        self._file.put(np.frombuffer(header, np.uint8))
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """The next tensor of `order`. Its bytes have been copied when this returns."""
+        index = self.order[self._next]
+        slot = self._slots[index]
+        tensor = plain(tensor)
+        data = view_bytes(tensor)
+        if len(data) != slot.num_bytes or tensor.dtype != slot.dtype:
+            raise AssertionError(f"{slot.key} changed while a base was taken")
+        step = PIECE_ELEMENTS * slot.dtype.itemsize
+        sums = []
+        for i in range(0, max(len(data), 1), step):
+            piece = data[i : i + step]
+            region = self._file.reserve(len(piece))
+            np.copyto(region, piece)
+            sums.append(piece_sum(region, slot.uid, i // slot.dtype.itemsize))
+        self._stored[index] = StoredTensor(
+            slot.uid, slot.role, slot.key, dtype_name(slot.dtype), slot.shape, self._offsets[index], len(data),
+            tuple(sums), slot.strides,
+        )  # fmt: skip
+        self._next += 1
+
+    def stored(self) -> list[StoredTensor]:
+        """What has been added so far."""
+        return [t for t in self._stored if t is not None]
+
+    def finish(self, **fields: Any) -> Manifest:
+        """Everything durable, then the manifest: after this the base exists."""
+        if self._next != len(self._slots):
+            raise AssertionError("a base is missing tensors")
+        size = self._file.offset
+        self._file.close(sync=True)
+        files.sync_dir(self.folder)
+        cursor: bytes = fields.pop("cursor")
+        manifest = Manifest(
+            tensors=tuple(self.stored()), files={"rank-00000.safetensors": size},
+            cursor=base64.b64encode(cursor).decode(), **fields,
+        )  # fmt: skip
+        files.write_whole(os.path.join(self.folder, MANIFEST), documents.encode(manifest))
+        return manifest
+
+    def abandon(self) -> None:
+        """Give up: what was written is removed if the disk lets us."""
+        self._file.abandon()
+        files.remove_dir(self.folder)
+
+
+def _header(slots: Sequence[Slot]) -> tuple[bytes, list[int]]:
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt", "everstep": "1"}}
+    ends = []
+    position = 0
+    for slot in slots:
+        dtype = _SAFETENSORS.get(dtype_name(slot.dtype))
+        shape = list(slot.shape)
+        if dtype is None:
+            dtype, shape = "U8", [slot.num_bytes]
+        ends.append(position)
+        entries[slot.key] = {"dtype": dtype, "shape": shape, "data_offsets": [position, position + slot.num_bytes]}
+        position += slot.num_bytes
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % files.BLOCK)
+    return len(text).to_bytes(8, "little") + text, [8 + len(text) + e for e in ends]
+
+
+def read_manifest(folder: str) -> Manifest | None:
+    """The manifest of the base in this folder; None if there is none (not finished, or removed)."""
+    path = os.path.join(folder, MANIFEST)
+    try:
+        data = files.read_whole(path)
+    except FileNotFoundError:
+        return None
+    return documents.decode(data, Manifest, path)
+
+
+def cursor_of(manifest: Manifest) -> bytes:
+    return base64.b64decode(manifest.cursor)
+
+
+class BaseReader:
+    """An open base. Removal by retention does not pull it away."""
+
+    def __init__(self, folder: str, manifest: Manifest) -> None:
+        self.folder = folder
+        self.manifest = manifest
+        path = os.path.join(folder, "rank-00000.safetensors")
+        try:
+            self._reader = files.Reader(path, direct=True)
+        except FileNotFoundError:
+            raise CorruptionError(f"{path} is missing, though the base's manifest is there") from None
+        self.path = path
+
+    def new_tensor(self, stored: StoredTensor) -> torch.Tensor:
+        """Memory for a stored tensor: flat logical elements."""
+        return torch.empty(stored.num_bytes // dtype_named(stored.dtype).itemsize, dtype=dtype_named(stored.dtype))
+
+    def read_piece(self, stored: StoredTensor, index: int, flat: torch.Tensor, scratch: Bytes | None = None) -> None:
+        """Fill piece `index` of `flat` and verify it. `scratch`: as in files.Reader.read_direct."""
+        step = PIECE_ELEMENTS * flat.element_size()
+        whole = view_bytes(flat)
+        piece = whole[index * step : (index + 1) * step]
+        offset = stored.offset + index * step
+        if scratch is None:
+            got = self._reader.read_into(piece, offset)
+        else:
+            read = self._reader.read_direct(scratch, offset, len(piece))
+            got = len(read)
+            if got == len(piece):
+                np.copyto(piece, read)
+        if got != len(piece) or piece_sum(piece, stored.uid, index * PIECE_ELEMENTS) != stored.sums[index]:
+            raise CorruptionError(
+                f"step {self.manifest.step} is damaged: {stored.key} in {self.path} does not fit its checksum. "
+                "Restore another step (everstep.open(run).steps lists them)."
+            )
+
+    def close(self) -> None:
+        self._reader.close()

@@ -1,0 +1,463 @@
+"""The log: frames in order, in segments. Writing them (one thread), finding and reading them (any number).
+
+A frame is valid when its footer is; a footer is written only after everything before it. What follows the last valid
+footer is a torn tail. A hole *before* a valid footer is damage, and is reported as such.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+
+from everstep import codec
+from everstep.errors import CorruptionError
+from everstep.format import records
+from everstep.format.records import BLOCK, CURSOR, DATA, END, FOOTER, HEADER_BYTES, SEGMENT, Header, aligned
+from everstep.format.segment import SegmentEnd, SegmentHeader, file_name
+from everstep.frame import Footer, Op, TensorRef, audit_entries
+from everstep.memory import Bytes, dtype_of, empty_bytes
+from everstep.store import files
+
+_MAX_META_BYTES = 1 << 30
+
+
+class LogWriter:
+    """Appends frames to segments of one rank and generation. One thread. Durable when sync() returns."""
+
+    def __init__(
+        self, folder: str, *, run: str, timeline: int, generation: int, rank: int, fingerprint: dict[str, Any],
+        direct: bool, segment_bytes: int,
+    ) -> None:  # fmt: skip
+        self.folder = folder
+        self._run, self._timeline, self._generation, self._rank = run, timeline, generation, rank
+        self._fingerprint = fingerprint
+        self._direct = direct
+        self._segment_bytes = segment_bytes
+        self._seed = records.seed_of(bytes.fromhex(run), generation, rank)
+        self._file: files.Appender | None = None
+        self._step = -1
+        self._begin = 0
+        self._headers: list[bytes] = []
+        self._index: list[tuple[int, int, int]] = []
+        self._previous = 0
+        self.bytes_written = 0
+
+    def begin(self, step: int, layout: str, durable_step: int) -> None:
+        """Start the frame of this step; a new segment if the open one is full or there is none."""
+        if self._file is not None and self._file.offset >= self._segment_bytes:
+            self.end_segment(step, durable_step)
+        if self._file is None:
+            self._open(step, layout)
+        assert self._file is not None
+        self._step, self._begin, self._headers = step, self._file.offset, []
+
+    def _open(self, step: int, layout: str) -> None:
+        # The folder is synced before the first frame counts as durable: sync() does it once per segment.
+        self._file = files.Appender(
+            os.path.join(self.folder, file_name(self._generation, step)), direct=self._direct
+        )
+        self._index = []
+        self._folder_synced = False
+        head = SegmentHeader(
+            self._run, self._timeline, self._generation, self._rank, layout, step, self._fingerprint
+        )
+        self._record(SEGMENT, [np.frombuffer(msgspec.msgpack.encode(head), np.uint8)], step=step, ordinal=0)
+        self._file.pad(BLOCK)
+
+    def _record(
+        self, type_: int, parts: Sequence[Bytes], *, step: int, ordinal: int, uid: int = 0, dtype: int = 0,
+        start: int = 0, count: int = 0, raw_bytes: int | None = None, codec_id: int = 0, codec_version: int = 0,
+        flags: int = 0,
+    ) -> bytes:  # fmt: skip
+        assert self._file is not None
+        offset = self._file.offset
+        stored = sum(len(p) for p in parts)
+        region = self._file.reserve(aligned(HEADER_BYTES + stored, records.ALIGN))
+        done = HEADER_BYTES
+        for part in parts:
+            np.copyto(region[done : done + len(part)], part)
+            done += len(part)
+        region[done:] = 0
+        seed = records.at(self._seed, offset)
+        header = records.pack(
+            Header(
+                type_, flags, codec_id, codec_version, self._generation, ordinal, step, uid, 0, dtype, start, count,
+                stored if raw_bytes is None else raw_bytes, stored,
+                records.payload_sum(region[HEADER_BYTES:done], seed),
+            ),
+            seed,
+        )  # fmt: skip
+        region[:HEADER_BYTES] = np.frombuffer(header, np.uint8)
+        self.bytes_written += len(region)
+        return header
+
+    def data(
+        self, parts: Sequence[Bytes], *, uid: int, dtype: int, start: int, count: int, raw_bytes: int,
+        codec_id: int = codec.RAW, codec_version: int = 1,
+    ) -> int:  # fmt: skip
+        """Append one piece of a tensor (uid 0: several small tensors); returns its ordinal."""
+        ordinal = len(self._headers)
+        self._headers.append(
+            self._record(
+                DATA, parts, step=self._step, ordinal=ordinal, uid=uid, dtype=dtype, start=start, count=count,
+                raw_bytes=raw_bytes, codec_id=codec_id, codec_version=codec_version,
+            )
+        )  # fmt: skip
+        return ordinal
+
+    def finish(self, ops: Sequence[Op], cursor: bytes, audit: bytes, audit_complete: bool, durable_step: int,
+               wall_time_ns: int) -> None:  # fmt: skip
+        """Cursor and footer: after this (and sync) the frame is valid."""
+        assert self._file is not None
+        ordinal = len(self._headers)
+        self._headers.append(
+            self._record(CURSOR, [np.frombuffer(cursor, np.uint8)], step=self._step, ordinal=ordinal)
+        )
+        footer = Footer(
+            num_records=len(self._headers), ops=tuple(ops), directory=b"".join(self._headers), previous=self._previous,
+            durable_step=durable_step, audit=audit, audit_complete=audit_complete, wall_time_ns=wall_time_ns,
+        )  # fmt: skip
+        at = self._file.offset
+        header = self._record(
+            FOOTER, [np.frombuffer(msgspec.msgpack.encode(footer), np.uint8)], step=self._step, ordinal=ordinal + 1
+        )
+        self._file.pad(BLOCK)
+        self._previous = records.unpack_trusted(header).payload_sum
+        self._index.append((self._step, self._begin, at))
+
+    def write_out(self) -> None:
+        """Hand everything to the operating system: survives the process, not the host."""
+        assert self._file is not None
+        self._file.flush()
+        self._file.check_still_there()
+
+    def sync(self) -> None:
+        """Return when every finished frame is on stable storage."""
+        assert self._file is not None
+        self._file.sync()
+        self._file.check_still_there()
+        if not self._folder_synced:
+            files.sync_dir(self.folder)
+            self._folder_synced = True
+
+    def end_segment(self, next_step: int | None, durable_step: int) -> None:
+        """Finish the open segment with its index. An unfinished frame is dropped."""
+        if self._file is None:
+            return
+        file, self._file = self._file, None
+        if self._headers and (not self._index or self._index[-1][0] != self._step):
+            file.truncate(self._begin)
+        self._headers = []
+        end = SegmentEnd(
+            tuple(i[0] for i in self._index), tuple(i[1] for i in self._index), tuple(i[2] for i in self._index),
+            durable_step, next_step,
+        )  # fmt: skip
+        self._file = file
+        self._record(END, [np.frombuffer(msgspec.msgpack.encode(end), np.uint8)], step=self._step, ordinal=0)
+        file.pad(BLOCK)
+        self.sync()
+        file.close(sync=False)
+        self._file = None
+
+    def abandon(self) -> None:
+        """Leave the open segment as it is (after an error); the next frame opens a new one."""
+        if self._file is not None:
+            self._file.abandon()
+        self._file, self._headers, self._previous = None, [], 0
+
+
+class FrameEntry(NamedTuple):
+    """Where a valid frame is."""
+
+    step: int
+    offset: int
+    footer_offset: int
+    path: str
+    generation: int
+    end_offset: int
+
+
+class Segment:
+    """One log file, scanned: its frames, and what is wrong with it, if anything is."""
+
+    def __init__(self, path: str, run: str, rank: int, generation: int, first_step: int) -> None:
+        self.path = path
+        self.generation = generation
+        self.first_step = first_step
+        self.run = run
+        self.rank = rank
+        self.seed = records.seed_of(bytes.fromhex(run), generation, rank)
+        self.header: SegmentHeader | None = None
+        self.frames: list[FrameEntry] = []
+        self.end: SegmentEnd | None = None
+        self.durable_step = -1
+        self.torn_bytes = 0
+        self.problems: list[str] = []
+        """Damage: holes before a valid record, a bad header."""
+        self._next = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return os.path.getsize(self.path) if os.path.exists(self.path) else 0
+
+    def scan(self) -> Segment:
+        """Find all valid frames; may be called again on a file that has grown."""
+        try:
+            reader = files.Reader(self.path)
+        except FileNotFoundError:
+            self.problems.append(f"{self.path} is gone")
+            return self
+        with reader:
+            if self.header is None and not self._scan_header(reader):
+                return self
+            if self.end is None and not self._scan_end(reader):
+                self._walk(reader, self._next)
+        return self
+
+    def _payload(self, reader: files.Reader, offset: int, header: Header) -> bytes | None:
+        if header.stored_bytes > min(_MAX_META_BYTES, reader.num_bytes):
+            return None
+        data = reader.read(offset + HEADER_BYTES, header.stored_bytes)
+        if len(data) != header.stored_bytes:
+            return None
+        if records.payload_sum(data, records.at(self.seed, offset)) != header.payload_sum:
+            return None
+        return data
+
+    def _scan_header(self, reader: files.Reader) -> bool:
+        header = records.unpack(reader.read(0, HEADER_BYTES), records.at(self.seed, 0))
+        payload = None
+        if header is not None and header.type == SEGMENT:
+            payload = self._payload(reader, 0, header)
+        if header is None or payload is None:
+            self._resync(reader, BLOCK)
+            if self.frames or self.end is not None:
+                self.problems.append(f"{self.path}: the segment header is damaged")
+            else:
+                self.torn_bytes = reader.num_bytes
+            return False
+        self.header = _decode(payload, SegmentHeader, self.path)
+        self._next = aligned(header.padded_bytes, BLOCK)
+        return True
+
+    def _scan_end(self, reader: files.Reader) -> bool:
+        """Use the index at the end of a finished segment instead of walking it."""
+        if self.frames or reader.num_bytes < 2 * BLOCK:
+            return False
+        # The END record is small but may span blocks: look for its header backwards, a few blocks at most.
+        for back in range(1, 17):
+            offset = reader.num_bytes // BLOCK * BLOCK - back * BLOCK
+            if offset <= 0:
+                return False
+            header = records.unpack(reader.read(offset, HEADER_BYTES), records.at(self.seed, offset))
+            if header is None:
+                continue
+            if header.type != END:
+                return False
+            payload = self._payload(reader, offset, header)
+            if payload is None:
+                return False
+            end = _decode(payload, SegmentEnd, self.path)
+            ends = (*end.offsets[1:], offset)
+            entries = zip(end.steps, end.offsets, end.footers, ends, strict=True)
+            frames = [FrameEntry(s, b, f, self.path, self.generation, e) for s, b, f, e in entries]
+            self.frames, self.end = frames, end
+            self.durable_step = max(self.durable_step, end.durable_step)
+            return True
+        return False
+
+    def _walk(self, reader: files.Reader, offset: int) -> None:
+        begin, ordinal = offset, 0
+        self.torn_bytes = 0
+        while offset < reader.num_bytes:
+            header = records.unpack(reader.read(offset, HEADER_BYTES), records.at(self.seed, offset))
+            if header is None or offset + header.padded_bytes > aligned(reader.num_bytes, BLOCK):
+                self._broken(reader, begin, offset)
+                return
+            if header.type == END:
+                payload = self._payload(reader, offset, header)
+                if payload is None:
+                    self._broken(reader, begin, offset)
+                    return
+                self.end = _decode(payload, SegmentEnd, self.path)
+                self.durable_step = max(self.durable_step, self.end.durable_step)
+                return
+            if header.ordinal != ordinal:
+                self._broken(reader, begin, offset)
+                return
+            if header.type == FOOTER:
+                footer = self._footer(reader, offset, header)
+                if footer is None:
+                    self._broken(reader, begin, offset)
+                    return
+                self.durable_step = max(self.durable_step, footer.durable_step)
+                after = aligned(offset + header.padded_bytes, BLOCK)
+                self.frames.append(FrameEntry(header.step, begin, offset, self.path, self.generation, after))
+                begin, ordinal = after, -1
+                offset = after - header.padded_bytes
+                self._next = after
+            offset += header.padded_bytes
+            ordinal += 1
+        if offset > begin:
+            self.torn_bytes = reader.num_bytes - begin
+
+    def _footer(self, reader: files.Reader, offset: int, header: Header) -> Footer | None:
+        payload = self._payload(reader, offset, header)
+        return None if payload is None else _decode(payload, Footer, self.path)
+
+    def _broken(self, reader: files.Reader, begin: int, offset: int) -> None:
+        """Nothing valid at `offset`: a torn tail, or damage if anything valid follows."""
+        known = len(self.frames)
+        self._resync(reader, aligned(offset + 1, BLOCK))
+        if len(self.frames) > known or self.end is not None:
+            self.problems.append(f"{self.path}: damaged between bytes {begin} and {self._next or offset}")
+        else:
+            self.torn_bytes = reader.num_bytes - begin
+
+    def _resync(self, reader: files.Reader, offset: int) -> None:
+        """Go on at the next block that begins a frame (or the end record)."""
+        while offset < reader.num_bytes:
+            header = records.unpack(reader.read(offset, HEADER_BYTES), records.at(self.seed, offset))
+            if header is not None and (header.type == END or header.ordinal == 0):
+                self._walk(reader, offset)
+                return
+            offset += BLOCK
+
+
+def _decode(payload: bytes, kind: type[Any], path: str) -> Any:
+    try:
+        return msgspec.msgpack.decode(payload, type=kind)
+    except msgspec.MsgspecError as e:
+        raise CorruptionError(f"{path}: a {kind.__name__} cannot be decoded: {e}") from e
+
+
+class StoredFrame:
+    """A valid frame on disk, ready to be folded (a FrameData). Every payload is verified when it is read."""
+
+    def __init__(self, entry: FrameEntry, reader: files.Reader, seed: int) -> None:
+        self.entry = entry
+        self._reader = reader
+        self._seed = seed
+        header = records.unpack(reader.read(entry.footer_offset, HEADER_BYTES), records.at(seed, entry.footer_offset))
+        if header is None or header.type != FOOTER or header.step != entry.step:
+            raise self._damaged("its footer")
+        payload = reader.read(entry.footer_offset + HEADER_BYTES, header.stored_bytes)
+        if records.payload_sum(payload, records.at(seed, entry.footer_offset)) != header.payload_sum:
+            raise self._damaged("its footer")
+        self.footer: Footer = _decode(payload, Footer, entry.path)
+        self.footer_sum = header.payload_sum
+        self.headers = [records.unpack_trusted(h) for h in records.split_directory(self.footer.directory)]
+        self._offsets = []
+        offset = entry.offset
+        for h in self.headers:
+            self._offsets.append(offset)
+            offset += h.padded_bytes
+        if offset != entry.footer_offset or len(self.headers) != self.footer.num_records:
+            raise self._damaged("its directory")
+        self.num_bytes = entry.end_offset - entry.offset
+
+    def _damaged(self, what: str) -> CorruptionError:
+        return CorruptionError(
+            f"step {self.entry.step} is damaged: {what} in {self.entry.path} does not fit its checksum. "
+            "Restore another step (everstep.open(run).steps lists them)."
+        )
+
+    @property
+    def step(self) -> int:
+        return self.entry.step
+
+    @property
+    def ops(self) -> tuple[Op, ...]:
+        return self.footer.ops
+
+    @property
+    def audit(self) -> Any:
+        return audit_entries(self.footer)
+
+    def cursor(self) -> bytes:
+        """The encoded cursor of this step."""
+        return self._raw(len(self.headers) - 1, CURSOR).tobytes()
+
+    def _raw(self, ordinal: int, type_: int = DATA, scratch: Bytes | None = None) -> Bytes:
+        """Decoded payload of one record, verified."""
+        try:
+            header, offset = self.headers[ordinal], self._offsets[ordinal]
+        except IndexError:
+            raise self._damaged("a reference to a record") from None
+        if header.type != type_:
+            raise self._damaged("a reference to a record")
+        stored = self._reader.read_direct(
+            _aligned_bytes(header.stored_bytes) if scratch is None else scratch,
+            offset + HEADER_BYTES, header.stored_bytes,
+        )  # fmt: skip
+        if (
+            len(stored) != header.stored_bytes
+            or records.payload_sum(stored, records.at(self._seed, offset)) != header.payload_sum
+        ):
+            raise self._damaged(f"record {ordinal}")
+        if header.codec == codec.RAW:
+            return stored
+        itemsize = dtype_of(header.dtype).itemsize if header.dtype else 1
+        _, out = empty_bytes(header.raw_bytes)
+        codec.decode(header.codec, header.codec_version, stored, itemsize, out)
+        return out
+
+    def check_payloads(self) -> None:
+        """Read and verify every record, on-disk headers included."""
+        for ordinal, (header, offset) in enumerate(zip(self.headers, self._offsets, strict=True)):
+            on_disk = records.unpack(self._reader.read(offset, HEADER_BYTES), records.at(self._seed, offset))
+            if on_disk != header:
+                raise self._damaged(f"the header of record {ordinal}")
+            self._raw(ordinal, header.type)
+
+    def read(self, wanted: Sequence[tuple[TensorRef, int, int]]) -> list[torch.Tensor]:
+        """Logical elements [start, stop) of tensors in this frame, each as a 1-D tensor of its dtype."""
+        shared: dict[int, Bytes] = {}
+        return [self._elements(ref, start, stop, shared) for ref, start, stop in wanted]
+
+    def _elements(self, ref: TensorRef, start: int, stop: int, shared: dict[int, Bytes]) -> torch.Tensor:
+        dtype = dtype_of(ref.dtype)
+        size = dtype.itemsize
+        if stop <= start:
+            return torch.empty(0, dtype=dtype)
+        parts = []
+        position = 0
+        for ordinal in range(ref.first, ref.first + ref.num_pieces):
+            if ordinal >= len(self.headers):
+                raise self._damaged("a reference to a record")
+            packed = self.headers[ordinal].uid == 0
+            count = ref.numel if packed else self.headers[ordinal].count
+            low, high = max(start, position), min(stop, position + count)
+            if low < high:
+                if packed:
+                    raw = shared.get(ordinal)
+                    if raw is None:
+                        raw = shared[ordinal] = self._raw(ordinal)
+                else:
+                    raw = self._raw(ordinal)
+                first = ref.offset + (low - position) * size
+                parts.append(self._typed(raw[first : first + (high - low) * size], dtype, high - low))
+            position += count
+        if sum(p.numel() for p in parts) != stop - start:
+            raise self._damaged("a reference to a tensor")
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _typed(self, raw: Bytes, dtype: torch.dtype, count: int) -> torch.Tensor:
+        if len(raw) != count * dtype.itemsize:
+            raise self._damaged("the length of a tensor")
+        if raw.ctypes.data % dtype.itemsize:
+            raw = raw.copy()
+        return torch.from_numpy(raw).view(dtype)
+
+
+def _aligned_bytes(num_bytes: int) -> Bytes:
+    """Page-aligned memory for read_direct."""
+    total = num_bytes + 3 * BLOCK
+    _, buffer = empty_bytes(total)
+    skip = -buffer.ctypes.data % BLOCK
+    return buffer[skip : skip + num_bytes + 2 * BLOCK]

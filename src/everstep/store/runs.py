@@ -1,0 +1,269 @@
+"""A run's folder: its documents, its lock, and the listing from which everything else is planned."""
+
+from __future__ import annotations
+
+import datetime
+import fcntl
+import json
+import os
+import re
+import socket
+import uuid
+from dataclasses import dataclass, field
+
+from everstep.atoms import Layout
+from everstep.errors import CorruptionError, FormatError, NotARunError, RunBusyError, StorageError
+from everstep.format import documents
+from everstep.format.documents import (
+    FORMAT_MAJOR,
+    FORMAT_MINOR,
+    GenerationDocument,
+    Manifest,
+    RunDocument,
+    TimelineDocument,
+)
+from everstep.format.segment import parse_name
+from everstep.store import bases, files
+from everstep.store.log import Segment
+
+RUN_FILE = "run.json"
+LOCK_FILE = "lock"
+_OURS = {RUN_FILE, LOCK_FILE, "timelines", "pool"}
+
+
+class RunPath:
+    """Where the parts of a run are."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = os.path.abspath(os.fspath(path))
+
+    def run_file(self) -> str:
+        return os.path.join(self.path, RUN_FILE)
+
+    def timelines(self) -> str:
+        return os.path.join(self.path, "timelines")
+
+    def timeline(self, number: int) -> str:
+        return os.path.join(self.timelines(), f"{number:04d}")
+
+    def generations(self, timeline: int) -> str:
+        return os.path.join(self.timeline(timeline), "generations")
+
+    def layouts(self, timeline: int) -> str:
+        return os.path.join(self.timeline(timeline), "layouts")
+
+    def bases(self, timeline: int) -> str:
+        return os.path.join(self.timeline(timeline), "bases")
+
+    def log(self, timeline: int, rank: int = 0) -> str:
+        return os.path.join(self.timeline(timeline), "log", f"rank-{rank:05d}")
+
+    def exists(self) -> bool:
+        """Whether there is a run here. NotARunError if something else is in the way."""
+        if os.path.isfile(self.run_file()):
+            return True
+        if not os.path.lexists(self.path):
+            return False
+        if not os.path.isdir(self.path):
+            raise NotARunError(f"{self.path} is a file, not a folder: give the path of a run, or of a new folder")
+        if any(files.listing(os.path.join(self.timelines(), t)) for t in files.listing(self.timelines())):
+            raise CorruptionError(
+                f"{self.run_file()} is missing, though there are timelines beside it: this was a run. Put the file back "
+                "from a copy, or give another path"
+            )
+        others = [n for n in files.listing(self.path) if n not in _OURS and not n.endswith(".tmp")]
+        if others:
+            raise NotARunError(
+                f"{self.path} is a folder with other things in it ({', '.join(others[:3])}), not an Everstep run: "
+                "give the path of a run, or of a new or empty folder"
+            )
+        return False
+
+    def must_exist(self) -> None:
+        """NotARunError unless there is a run here."""
+        if not self.exists():
+            what = "an empty folder" if os.path.isdir(self.path) else "nothing"
+            raise NotARunError(f"no Everstep run at {self.path}: there is {what}. Check the path")
+
+    def read_run(self) -> RunDocument:
+        """run.json. FormatError if this version must not read the run."""
+        data = files.read_whole(self.run_file())
+        document = documents.decode(data, RunDocument, self.run_file())
+        if document.format[0] > FORMAT_MAJOR or document.incompatible:
+            features = f", features {', '.join(document.incompatible)}" if document.incompatible else ""
+            raise FormatError(
+                f"{self.path} has format {document.format[0]}.{document.format[1]}{features}; this version of Everstep "
+                f"reads up to {FORMAT_MAJOR}.{FORMAT_MINOR}. Upgrade Everstep to use this run"
+            )
+        return document
+
+    def create(self) -> RunDocument:
+        """Make the folder and run.json; durable on return."""
+        parent = os.path.dirname(self.path)
+        if not os.path.isdir(parent):
+            try:
+                os.makedirs(parent, exist_ok=True)
+            except OSError as e:
+                raise StorageError(f"mkdir {parent}: {e.strerror}") from e
+        files.make_dir(self.path)
+        now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+        document = RunDocument(uuid.uuid4().hex, (FORMAT_MAJOR, FORMAT_MINOR), now)
+        files.make_dir(self.timelines())
+        files.write_whole(self.run_file(), documents.encode(document))
+        return document
+
+    def create_timeline(self, document: TimelineDocument) -> None:
+        """Folders of a new timeline; its document last."""
+        top = self.timeline(document.timeline)
+        files.make_dir(top)
+        for folder in (self.generations, self.layouts, self.bases):
+            files.make_dir(folder(document.timeline))
+        files.make_dir(os.path.join(top, "log"))
+        files.make_dir(self.log(document.timeline))
+        files.write_whole(os.path.join(top, "timeline.json"), documents.encode(document))
+
+    def write_generation(self, document: GenerationDocument) -> None:
+        name = f"{document.generation:06d}.json"
+        files.write_whole(os.path.join(self.generations(document.timeline), name), documents.encode(document))
+
+    def write_layout(self, timeline: int, layout: Layout) -> None:
+        """Durable on return; does nothing if it is there."""
+        path = os.path.join(self.layouts(timeline), f"{layout.id}.json")
+        if not os.path.exists(path):
+            files.write_whole(path, documents.encode(layout))
+
+    def read_layout(self, layout_id: str, timelines: list[int]) -> Layout:
+        """A layout by its id, wherever it was written."""
+        for timeline in timelines:
+            path = os.path.join(self.layouts(timeline), f"{layout_id}.json")
+            try:
+                data = files.read_whole(path)
+            except FileNotFoundError:
+                continue
+            return documents.decode(data, Layout, path)
+        raise CorruptionError(f"layout {layout_id} of {self.path} is missing")
+
+
+_held: dict[tuple[int, int], str] = {}
+
+
+class WriterLock:
+    """The right to write a run: a POSIX record lock, which dies with the process and is not inherited by forks."""
+
+    def __init__(self, path: RunPath) -> None:
+        self._file = os.path.join(path.path, LOCK_FILE)
+        fd = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self._pid = os.getpid()
+        stat = os.fstat(fd)
+        self._key = (stat.st_dev, stat.st_ino)
+        if self._key in _held:
+            os.close(fd)
+            raise RunBusyError(
+                f"{path.path} is already attached in this process. Close that Run first, or attach to another path"
+            )
+        try:
+            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            holder = os.pread(fd, 4096, 0).decode(errors="replace").strip() or "unknown"
+            os.close(fd)
+            raise RunBusyError(
+                f"{path.path} is being written by another process: {holder}. Stop it first, attach to another path, or "
+                "use everstep.open(run) to read while it runs"
+            ) from None
+        _held[self._key] = self._file
+        self._fd = fd
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, (json.dumps(describe_writer()) + "\n").encode(), 0)
+
+    def release(self) -> None:
+        if self._fd >= 0 and os.getpid() == self._pid:
+            _held.pop(self._key, None)
+            os.close(self._fd)
+        self._fd = -1
+
+
+def describe_writer() -> dict[str, object]:
+    """Who writes: for the lock file, generations and messages."""
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "since": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+@dataclass
+class TimelineListing:
+    document: TimelineDocument
+    generations: dict[int, GenerationDocument] = field(default_factory=dict)
+    bases: dict[int, Manifest] = field(default_factory=dict)
+    segments: list[Segment] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Listing:
+    """All that a run's folder holds, read once."""
+
+    run: RunDocument
+    path: RunPath
+    timelines: dict[int, TimelineListing]
+    problems: list[str]
+
+    def generations(self) -> dict[int, GenerationDocument]:
+        return {n: g for t in self.timelines.values() for n, g in t.generations.items()}
+
+
+def read_listing(path: RunPath) -> Listing:
+    """Read all documents and scan all segments. Damage is collected in `problems`, not raised."""
+    path.must_exist()
+    listing = Listing(path.read_run(), path, {}, [])
+    for name in files.listing(path.timelines()):
+        if re.fullmatch(r"\d{4,}", name):
+            _read_timeline(listing, int(name))
+    return listing
+
+
+def _read_timeline(listing: Listing, number: int) -> None:
+    path = listing.path
+    file = os.path.join(path.timeline(number), "timeline.json")
+    try:
+        document = documents.decode(files.read_whole(file), TimelineDocument, file)
+    except FileNotFoundError:
+        return  # a crash while it was being made: nothing can be in it
+    except CorruptionError as e:
+        # What it says can be told again from its generations, except for where it forked.
+        listing.problems.append(str(e))
+        document = TimelineDocument(number)
+    timeline = TimelineListing(document)
+    listing.timelines[number] = timeline
+    for name in files.listing(path.generations(number)):
+        if not re.fullmatch(r"\d{6,}\.json", name):
+            continue
+        file = os.path.join(path.generations(number), name)
+        try:
+            generation = documents.decode(files.read_whole(file), GenerationDocument, file)
+            timeline.generations[generation.generation] = generation
+        except CorruptionError as e:
+            timeline.problems.append(str(e))
+    for name in files.listing(path.bases(number)):
+        if not re.fullmatch(r"\d{12,}", name):
+            continue
+        try:
+            manifest = bases.read_manifest(os.path.join(path.bases(number), name))
+        except CorruptionError as e:
+            timeline.problems.append(str(e))
+            continue
+        if manifest is not None:
+            timeline.bases[manifest.step] = manifest
+    for name in files.listing(path.log(number)):
+        parsed = parse_name(name)
+        if parsed is None:
+            continue
+        file = os.path.join(path.log(number), name)
+        try:
+            segment = Segment(file, listing.run.run, 0, *parsed).scan()
+        except CorruptionError as e:
+            timeline.problems.append(str(e))
+            continue
+        timeline.segments.append(segment)
+        timeline.problems.extend(segment.problems)
