@@ -1,0 +1,57 @@
+"""What many tests need: crashing a run in-process, comparing states bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from everstep.memory import same_bits
+
+
+def crash(run: Any) -> None:
+    """End a Run as a kill would: threads stop, nothing is committed, the segment is left as it is, the lock is free."""
+    capture = run._capture
+    if capture is not None:
+        capture.settle()
+        capture.offload.flush()
+        for tap in capture.taps.values():
+            tap.detach()
+        capture._auditor.close()
+        if capture.snapshot is not None:
+            capture.snapshot.guard()
+            capture.snapshot.wait()
+        capture.offload.close(finish=False)
+    if run._keeper is not None:
+        run._keeper.close()
+    run._lock.release()
+    run._closed = True
+
+
+def equal(a: Any, b: Any, path: str = "") -> list[str]:
+    """Paths at which two nested states differ in type, value or bits; empty if they are equal."""
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+        if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
+            return [f"{path}: {type(a).__name__} / {type(b).__name__}"]
+        if a.layout != b.layout:
+            return [f"{path}: {a.layout} / {b.layout}"]
+        if a.is_sparse:
+            same = same_bits(a._indices(), b._indices()) and same_bits(a._values(), b._values())
+        else:
+            same = same_bits(a.detach(), b.detach())
+        return [] if same else [f"{path}: tensors differ"]
+    if isinstance(a, np.ndarray):
+        same = isinstance(b, np.ndarray) and a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+        return [] if same else [f"{path}: arrays differ"]
+    if isinstance(a, dict):
+        if not isinstance(b, dict) or list(a) != list(b):
+            return [f"{path}: keys {list(a)} / {list(b) if isinstance(b, dict) else b!r}"]
+        return [d for k in a for d in equal(a[k], b[k], f"{path}.{k}")]
+    if isinstance(a, (list, tuple)):
+        if type(a) is not type(b) or len(a) != len(b):
+            return [f"{path}: {a!r} / {b!r}"]
+        return [d for i, (x, y) in enumerate(zip(a, b, strict=True)) for d in equal(x, y, f"{path}[{i}]")]
+    if isinstance(a, float) and isinstance(b, float):
+        return [] if np.float64(a).tobytes() == np.float64(b).tobytes() else [f"{path}: {a!r} / {b!r}"]
+    return [] if type(a) is type(b) and a == b else [f"{path}: {a!r} / {b!r}"]
