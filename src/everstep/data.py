@@ -39,7 +39,7 @@ class SeededDataset(Dataset[Any]):
             )
         self.dataset = dataset
         self.seed = operator.index(seed)
-        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
+        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
 
     @property
     def epoch(self) -> int:

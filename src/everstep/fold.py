@@ -182,9 +182,7 @@ def _is_simple(state: State, ops: Sequence[Op]) -> bool:
             optimizer = state.optimizers.get(op.optimizer)
             if optimizer is None or [tuple(p) for p in op.params] != [tuple(p) for p in optimizer.params]:
                 return False
-        elif isinstance(op, (SetLayout, SetState)):
-            return False
-        elif isinstance(op, SetTensor) and op.uid not in state.tensors:
+        elif isinstance(op, (SetLayout, SetState)) or (isinstance(op, SetTensor) and op.uid not in state.tensors):
             return False
     return True
 

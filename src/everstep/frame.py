@@ -6,7 +6,7 @@ Tensor bytes are not in these structures; a TensorRef says which records of the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol, Union
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -111,7 +111,7 @@ class SetGrad(msgspec.Struct, tag="grad", array_like=True, frozen=True):
     ref: TensorRef
 
 
-Op = Union[Update, SetTensor, SetState, SetGroups, SetLayout, Carry, SetGrad]
+Op = Update | SetTensor | SetState | SetGroups | SetLayout | Carry | SetGrad
 
 AUDIT_DTYPE = np.dtype([("uid", "<u8"), ("piece", "<u4"), ("pad", "<u4"), ("hash", "<u8")])
 

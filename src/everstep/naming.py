@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 
 from everstep.atoms import Atom, Layout, OptimizerSpec, buffer_uid, param_uid
@@ -163,7 +164,7 @@ def _add(found: dict[int, _Found], inventory: Inventory, model: str, prefix: str
 
 def _check(f: _Found) -> None:
     where = f"{f.owner}: {f.name}"
-    if isinstance(f.tensor, nn.parameter.UninitializedTensorMixin):
+    if isinstance(f.tensor, UninitializedTensorMixin):
         raise UsageError(f"{where} is lazy and has no shape yet: run one forward pass before attach")
     if f.tensor.layout is not torch.strided:
         raise UsageError(f"{where} is a {f.tensor.layout} tensor; only dense parameters and buffers can be stored")

@@ -38,7 +38,7 @@ from everstep.naming import named, take_inventory
 from everstep.restore.apply import apply, check_fits
 from everstep.restore.execute import Restored, restore
 from everstep.restore.history import Step
-from everstep.restore.plan import Line, line_of
+from everstep.restore.plan import Line, line_files, line_of
 from everstep.store import files
 from everstep.store.log import LogWriter
 from everstep.store.retention import Retention
@@ -244,7 +244,7 @@ class Run:
             "resume_s": self._restore_s,
             "commits": self._commits,
             "step_s": capture.step_s,
-            "training_thread_s": capture.thread_s,
+            "training_thread_s": capture.thread_s + sum(t.thread_s for t in capture.taps.values()),
             "stall_s": capture.stall_s,
             "inflight_steps": steps,
             "inflight_bytes": num_bytes,
@@ -318,6 +318,7 @@ class Run:
         cursors.check_same_extras(self._extras, cursor["extras"])
         self._warn_if_unproven(restored)
         self._apply(restored, cursor)
+        self._path.sync(line_files(line, restored.plan))
         fork = at != line.latest() if asked != "latest" else False
         timeline = line.timelines[0]
         if fork:
@@ -554,7 +555,7 @@ class Run:
         capture.offload.flush()
         keeper = self._keeper
         healthy = not capture.errors()
-        if finish and healthy and keeper is not None and keeper.base_step != capture.step and not capture.pending():
+        if finish and healthy and keeper is not None and keeper.base_step != capture.step and capture.is_as_committed():
             capture.take_base(self._last_cursor, self._on_base)
         capture.close(finish=healthy)
         if self._base_ready and healthy:

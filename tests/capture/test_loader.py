@@ -209,8 +209,7 @@ def assert_resumes_exactly(make: Make, stops: Any = None, **loop: Any) -> None:
         assert resumed.rows == reference.rows[step:], f"resumed at step {step}"
         assert resumed.end == reference.end, f"resumed at step {step}"
         assert len(resumed.positions) == len(reference.rows) - step
-        # A second resume, from a position of the resumed run.
-        if stops is None and len(resumed.positions) > 3:
+        if step == 2 and len(resumed.positions) > 3:  # a second resume, from a position of the resumed run
             again = our_run(make, resumed.positions[2], **loop)
             assert again.rows == reference.rows[step + 3 :], f"resumed at step {step}, and again three steps later"
             assert again.end == reference.end
@@ -402,26 +401,19 @@ def test_a_sampler_that_draws_more_often_than_is_recorded_warns_when_it_resumes(
     make: Make = lambda: DataLoader(Samples(), 2, sampler=DrawsEveryIndex())  # noqa: E731
     whole = our_run(make)
     our_run(make, whole.positions[3])
-    with pytest.warns(InexactWarning, match=r"DrawsEveryIndex draws .* again and again .* keeps as an attribute"):
+    with pytest.warns(InexactWarning, match=r"DrawsEveryIndex\) draws .* again and again .* keeps as an attribute"):
         our_run(make, whole.positions[9])
     assert len(whole.positions[9].state["pass"]["draws"]) <= 5  # type: ignore[index]
 
 
-def test_a_generator_shared_with_another_loader_resumes_exactly() -> None:
-    class Loader(DataLoader[Any]):
-        """Whose generator somebody else draws from in every step."""
-
-        @property
-        def dataset_drawn(self) -> Any:
-            return self.dataset
-
+def test_a_generator_that_somebody_else_draws_from_resumes_exactly() -> None:
     def make() -> DataLoader[Any]:
         shared = generator()
 
         def collate(samples: list[Any]) -> torch.Tensor:
             return torch.stack(samples) + torch.rand((), generator=shared)
 
-        return Loader(Samples(), 4, shuffle=True, generator=shared, collate_fn=collate)
+        return DataLoader(Samples(), 4, shuffle=True, generator=shared, collate_fn=collate)
 
     assert_resumes_exactly(make)
 
@@ -566,7 +558,10 @@ def test_workers_started_for_a_resumed_pass_have_the_seeds_of_the_first_ones(per
         return DataLoader(WorkerOf(), 1, shuffle=True, num_workers=2, persistent_workers=persistent)
 
     whole = our_run(make)
-    assert our_run(make, whole.positions[11]).rows == whole.rows[11:]
+    resumed = our_run(make, whole.positions[11])
+    assert [row[1:] for row in resumed.rows] == [row[1:] for row in whole.rows[11:]]
+    for rows in (slice(0, 5), slice(5, 13)):  # the rest of the pass, and the next
+        assert {row[0] for row in resumed.rows[rows]} == {row[0] for row in whole.rows[11:][rows]}
 
 
 # ------------------------------------------------------------------------------ warnings
@@ -657,13 +652,13 @@ def test_a_sampler_that_ends_before_the_position_is_refused(num_workers: int) ->
     for _ in range(4):
         next(current)
     Stops.stop = 9
-    with pytest.raises(CursorError, match=r"4 batches .* BatchSampler now ends after 3; give it the data"):
+    with pytest.raises(CursorError, match=r"4 batches .* BatchSampler\(Stops\) now ends after 3; give it the data"):
         open_pass(make(), epoch=0, state=current.state())
 
 
 def test_other_generators_than_were_recorded_are_refused() -> None:
     recorded = generator_states(KINDS["shuffle"](Samples(), generator()))
-    with pytest.raises(CursorError, match="had 1 random generators of their own .* and have 0 now"):
+    with pytest.raises(CursorError, match=r"had 1 random generators of their own .* and have 0 now"):
         set_generator_states(KINDS["shuffle"](Samples(), None), recorded)
 
 
@@ -691,11 +686,13 @@ def test_a_stateful_loader_resumes_exactly_at_every_batch(kind: str, own_generat
     assert_resumes_exactly(lambda: ASKED[kind](Samples(), generator() if own_generator else None))
 
 
+@pytest.mark.parametrize("persistent", [False, True], ids=["workers", "persistent_workers"])
 @pytest.mark.parametrize("own_generator", [False, True], ids=["global", "generator"])
 @pytest.mark.parametrize("kind", ["shuffle", "batch_sampler"])
-def test_a_stateful_loader_with_workers_resumes_exactly(kind: str, own_generator: bool) -> None:
+def test_a_stateful_loader_with_workers_resumes_exactly(kind: str, own_generator: bool, persistent: bool) -> None:
     def make() -> Any:
-        return ASKED[kind](SeededDataset(Samples()), generator() if own_generator else None, num_workers=2)
+        g = generator() if own_generator else None
+        return ASKED[kind](SeededDataset(Samples()), g, num_workers=2, persistent_workers=persistent)
 
     num_batches = len(make())
     assert_resumes_exactly(make, stops=[0, 2, num_batches, num_batches + 1, 2 * num_batches])
@@ -789,24 +786,31 @@ class Numbers(IterableDataset[int]):
 
 
 class CountingNumbers(IterableDataset[int]):
+    """Numbers whose position can be asked for; at its end too."""
+
+    seeded_per_sample = True
+
     def __init__(self, num_samples: int) -> None:
         self.num_samples = num_samples
-        self.at: int | None = None
+        self.at = 0
+        self.resumed = False
 
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
         first, step = (0, 1) if info is None else (info.id, info.num_workers)
-        self.at, start = None, first if self.at is None else self.at
-        for number in range(start, self.num_samples, step):
-            self.at = number + step
-            yield torch.tensor([float(number)])
-        self.at = None
+        self.at, self.resumed = self.at if self.resumed else first, False
+        return self.numbers(step)
+
+    def numbers(self, step: int) -> Iterator[Any]:
+        while self.at < self.num_samples:
+            self.at += step
+            yield torch.tensor([float(self.at - step)])
 
     def state_dict(self) -> dict[str, Any]:
         return {"at": self.at}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.at = state["at"]
+        self.at, self.resumed = state["at"], True
 
 
 class Shuffled:

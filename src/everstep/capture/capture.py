@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from everstep.atoms import Layout, state_uid
 from everstep.capture.auditor import Auditor
 from everstep.capture.offload import Offload
 from everstep.capture.pending import Audit, Item, PendingCommit, PendingLayout, PendingTensor, Seal
+from everstep.capture.registrations import Registrations
 from everstep.capture.snapshot import Snapshot
 from everstep.capture.tap import Tap
 from everstep.capture.watch import Watch
@@ -30,6 +32,8 @@ from everstep.memory import strides_of
 from everstep.naming import Inventory, take_inventory
 from everstep.store.bases import Slot
 from everstep.store.log import LogWriter
+
+_requires_grad = attrgetter("requires_grad")
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,7 @@ class Capture:
         self._models, self._optimizers = dict(models), dict(optimizers)
         self._destination = destination
         self._inventory = inventory
+        self._registrations = Registrations()
         self._note_structure()
         self.taps = {
             name: Tap(name, optimizer, lambda name=name: self._inventory.groups[name], self)  # type: ignore[misc]
@@ -70,7 +75,6 @@ class Capture:
         self._updates = 0
         self._overwrites = 0
         self._seals: list[Seal] = []
-        self._grads_seen: dict[int, tuple[int, int]] = {}
         self.snapshot: Snapshot | None = None
         self.wants_base = ""
         """Why the run should take a base at its next commit; empty: no reason."""
@@ -89,16 +93,14 @@ class Capture:
 
     def before_update(self, tap: Tap) -> None:
         """An optimizer is about to change the state."""
-        begun = time.perf_counter()
         for each in self.taps.values():
             each.settle(force=True)
         self._auditor.end()
         if self.snapshot is not None:
             self.snapshot.guard()
-        self._read_only_ended = time.perf_counter()
-        if any(t.groups_changed() for t in self.taps.values()) or self._structure_changed():
+        if any(t.groups_changed() for t in self.taps.values()):
             self._restructure()
-        for item in self._watch.check(commit=False):
+        for item in self._watch.before_update():
             self._overwrites += 1
             self.put(item)
         for each in self.taps.values():
@@ -107,7 +109,6 @@ class Capture:
         for item in tap.changed_groups():
             self.put(item)
         self._warn_hidden()
-        self.thread_s += time.perf_counter() - begun
 
     def after_update(self, optimizer: str) -> None:
         self._updates += 1
@@ -115,6 +116,10 @@ class Capture:
 
     def put(self, item: Item) -> None:
         self.offload.put(self.step + 1, item)
+
+    def dispose(self, tensors: list[Any]) -> None:
+        """Let another thread free the memory of gradients that are done with."""
+        self.offload.dispose(tensors)
 
     def warn(self, message: str, category: type[Warning]) -> None:
         warnings.warn(message, category, stacklevel=2)
@@ -127,7 +132,7 @@ class Capture:
             tap.reset_after_exception()
         if self._structure_changed() or any(t.groups_changed() for t in self.taps.values()):
             self._restructure()
-        for item in self._watch.check(commit=True):
+        for item in self._watch.at_commit():
             self._overwrites += 1
             self.put(item)
         for tap in self.taps.values():
@@ -137,7 +142,7 @@ class Capture:
         if not self._updates:
             if not self._overwrites:
                 return False
-            if any(tap.accumulating(self._grads_seen) for tap in self.taps.values()):
+            if any(tap.accumulating() for tap in self.taps.values()):
                 return False  # the gradients of an accumulation are not in any frame: wait for its update
         for tap in self.taps.values():
             for item in (*tap.changed_groups(), *tap.carried()):
@@ -147,7 +152,6 @@ class Capture:
         pending = PendingCommit(self.step, cursor(), self._audit(), time.time_ns())
         for tap in self.taps.values():
             tap.settle()
-            tap.mark(self._grads_seen)
         self.offload.commit(pending)
         self._last_audit = pending.audit
         self._watch.after_commit()
@@ -177,6 +181,7 @@ class Capture:
 
     def _audit(self) -> Audit:
         audit = Audit()
+        audit.buffers = self._watch.small_buffers()
         must, may = self._watch.targets()
         if self._watch.covers_all():
             for uid, piece, value in self._watch.slice_sums():
@@ -214,19 +219,36 @@ class Capture:
 
     def _note_structure(self) -> None:
         tensors = self._inventory.tensors
-        self._hung = [(p.container, p.key, tensors[p.uid]) for p in self._inventory.places]
+        places = self._inventory.places
+        self._holders = [p.container for p in places]
+        self._keys = [p.key for p in places]
+        self._hung = [tensors[p.uid] for p in places]
+        self._containers = [c for c, _ in self._inventory.containers]
+        self._lengths = [n for _, n in self._inventory.containers]
+        self._turn = 0
         self._flags_of = list(tensors.values())
-        self._flags = [t.requires_grad for t in self._flags_of]
+        self._flags = list(map(_requires_grad, self._flags_of))
 
     def _structure_changed(self) -> bool:
+        """Whether a tensor was added, replaced, frozen or unfrozen anywhere.
+
+        torch tells of registrations (registrations.py); what goes past them is found by looking at a part of the modules at
+        each commit.
+        """
+        told, self._registrations.seen = self._registrations.seen, False
+        share = 1 if told else max(1, len(self._containers) // 64)
+        self._turn += 1
+        part = slice(self._turn % share, None, share)
         return (
-            any(c.get(k) is not t for c, k, t in self._hung)
-            or any(len(c) != n for c, n in self._inventory.containers)
-            or [t.requires_grad for t in self._flags_of] != self._flags
+            not all(map(is_, map(dict.get, self._holders[part], self._keys[part]), self._hung[part]))
+            or list(map(len, self._containers[part])) != self._lengths[part]
+            or list(map(_requires_grad, self._flags_of)) != self._flags
         )
 
     def _restructure(self) -> None:
         """Atoms or groups have changed: record how, and look at the new ones from now on."""
+        for item in self._watch.at_commit():
+            self.put(item)
         old = self._inventory
         new = take_inventory(self._models, self._optimizers)
         self._inventory = new
@@ -246,8 +268,12 @@ class Capture:
 
     # -- bases --------------------------------------------------------------------------------------------------------
 
+    def is_as_committed(self) -> bool:
+        """Whether the live state still is S(step): then a base of it can be taken."""
+        return not self.pending() and all(tap.carry_is_intact() for tap in self.taps.values())
+
     def take_base(self, cursor: dict[str, Any], on_done: Callable[[Snapshot], None]) -> Snapshot:
-        """Start a base of the state as it is now, right after a commit (or before the first step)."""
+        """Start a base of S(step): right after a commit, before the first step, or when is_as_committed()."""
         if self.snapshot is not None:
             self.snapshot.guard()
             self.snapshot.wait()
@@ -309,7 +335,7 @@ class Capture:
                 return len(slots) - 1
 
             entries.append((uid, tree.pack(dict(values), put, path=tap.name)))
-        hyper = tuple(tree.pack(h, path=tap.name) for h in tap.hyper())
+        hyper = tuple(tree.pack(h, path=tap.name) for h in tap.recorded_hyper)
         return StoredOptimizer(tap.name, hyper, tuple(tap.group_uids), tuple(entries))
 
     def _carried(
@@ -335,6 +361,7 @@ class Capture:
         self.settle()
         for tap in self.taps.values():
             tap.detach()
+        self._registrations.close()
         self._auditor.close()
         if self.snapshot is not None:
             self.snapshot.guard()

@@ -25,6 +25,7 @@ import json
 import random
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -60,10 +61,10 @@ class Pass:
 
     kind = "consumed"
 
-    def __init__(self, loader: Any, constant: State, *, delivered: int = 0) -> None:
+    def __init__(self, loader: Any, constant: State) -> None:
         self._own = _own_generators(loader)
         self._constant = constant
-        self._delivered = delivered
+        self._delivered = 0
         self._ended = False
         self._batches: Iterator[Any] = iter(())
 
@@ -124,7 +125,8 @@ def generator_states(loader: Any) -> list[Tensor]:
 
     Before a pass has started there is no position to record, but a loader made with `generator=g`, or a sampler
     with a generator of its own, has a state that decides the next pass. A loader whose persistent workers are
-    running gives one tensor more: what their seeds were drawn from, because such a loader draws none again.
+    running gives one tensor more: what their seeds were drawn from, because such a loader draws none again. That is
+    so for map-style loaders; of others with persistent workers keep the `Pass.state()` of the pass that ended.
     """
     states = _states_of(_own_generators(loader))
     standing = _standings.get(loader) if isinstance(loader, DataLoader) else None
@@ -231,7 +233,7 @@ class _Indices:
         track = self._track
         if track.skip is None:
             if track.watched:
-                track.at_iter = {**_global_rng(), "generators": _states_of(track.own)}
+                track.at_iter = _rngs(track.own)
             self._inner = iter(track.sampler)
 
     def seek(self) -> None:
@@ -240,12 +242,10 @@ class _Indices:
         if self._inner is not None or track.skip is None:
             return
         if track.at_iter is not None:
-            _set_global_rng(track.at_iter)
-            _set_states_of(track.own, track.at_iter["generators"])
+            _set_rngs(track.at_iter, track.own)
         self._inner = iter(track.sampler)
         if track.at_first is not None:
-            _set_global_rng(track.at_first)
-            _set_states_of(track.own, track.at_first["generators"])
+            _set_rngs(track.at_first, track.own)
         self._draws_to_repeat = dict(track.draws)
         watched, track.watched = track.watched, False  # what is skipped was watched when it was delivered
         for self._position in range(track.skip):
@@ -253,8 +253,8 @@ class _Indices:
                 self._next()
             except StopIteration:
                 raise CursorError(
-                    f"{track.skip} batches of this pass had been delivered, but {_name(track.sampler)} now ends "
-                    f"after {self._position}; {_AS_IT_WAS}"
+                    f"{track.skip} batches of this pass had been delivered, but {_sampler_name(track.sampler)} "
+                    f"now ends after {self._position}; {_AS_IT_WAS}"
                 ) from None
         self._position = track.skip
         track.watched = watched
@@ -266,7 +266,7 @@ class _Indices:
             if track.at_first is None:
                 # torch's own samplers never use numpy or random.
                 rng = _global_rng() if track.watched else {"torch": torch.get_rng_state()}
-                track.at_first = {**rng, "generators": _states_of(track.own)}
+                track.at_first = rng | {"generators": _states_of(track.own)}
                 track.changed = True
             return next(inner)
         if self._position in self._draws_to_repeat:
@@ -302,7 +302,13 @@ class _Source:
         self._starts_workers = starts_workers
         self._seeds = seeds
         self._num_asked = 0
-        self.indices = _Indices(track)
+        self._indices: _Indices | None = _Indices(track)
+
+    def disarm(self) -> _Indices:
+        """The indices of the pass that was opened; kept here no longer, as they may hold a long permutation."""
+        indices, self._indices = self._indices, None
+        assert indices is not None
+        return indices
 
     def __len__(self) -> int:
         return len(self._sampler)
@@ -317,10 +323,11 @@ class _Source:
                 self._seeder.set_state(self._seeds)
                 return iter(())
             self._seeder.set_state(self._drawn_so_far)
-        self.indices.begin()
+        assert self._indices is not None
+        self._indices.begin()
         if self._starts_workers and self._num_asked == 1:
             self._track.seeds = self._seeder.get_state()
-        return self.indices
+        return self._indices
 
 
 class _Standing:
@@ -371,6 +378,7 @@ def _open_map(loader: Any, shape: State, state: State | None) -> Pass:
     for name, value in ((slot, standing.source), ("_iterator", standing.iterator)):
         object.__setattr__(clone, name, value)  # DataLoader.__setattr__ refuses these once it is built
     opened._batches = iter(clone)
+    indices = standing.source.disarm()
     if starts_workers and seeds is not None:
         track.seeds = seeds
     if _workers_persist(loader):
@@ -378,7 +386,7 @@ def _open_map(loader: Any, shape: State, state: State | None) -> Pass:
             standing.iterator, standing.seeds = clone._iterator, track.seeds
         track.seeds = standing.seeds
     if state is not None:
-        standing.source.indices.seek()
+        indices.seek()
         if state["ended"]:
             _expect_end(opened)
         if state["pass"]["lookahead"] == constant["lookahead"]:  # else the sampler is not as far as it was
@@ -402,9 +410,9 @@ def _warn_if_inexact(loader: Any, state: State, sampler: Any) -> None:
         )
     if recorded["draws_forgotten"] and not at_end:
         _warn_inexact(
-            f"{_name(sampler)} draws from the global random generators again and again during a pass; only its last "
-            f"{_MAX_PAST_DRAWS} draws are on record, and its order is exact only if no older one matters any more; "
-            "let it draw from a torch.Generator that it keeps as an attribute"
+            f"{_sampler_name(sampler)} draws from the global random generators again and again during a pass; only "
+            f"its last {_MAX_PAST_DRAWS} draws are on record, and its order is exact only if no older one matters any "
+            "more; let it draw from a torch.Generator that it keeps as an attribute"
         )
 
 
@@ -424,10 +432,11 @@ class _AskedPass(Pass):
 
 
 def _open_asked(loader: Any, shape: State, state: State | None) -> Pass:
-    opened = _AskedPass(loader, {"loader": shape, "lookahead": _lookahead(loader)})
+    constant = {"loader": shape, "lookahead": _lookahead(loader), "workers_ran": _workers_run(loader)}
+    opened = _AskedPass(loader, constant)
     opened._loader = loader
     if state is None:
-        opened._constant |= {"rng": _global_rng(), "generators": _states_of(opened._own)}
+        opened._constant["start"] = _rngs(opened._own)
         opened._batches = iter(loader)
         return opened
     recorded = opened._constant = state["pass"]
@@ -435,37 +444,46 @@ def _open_asked(loader: Any, shape: State, state: State | None) -> Pass:
     opened._last = state
     if getattr(loader, "num_workers", 0) > 0 and opened._delivered > 0 and not state["ended"]:
         _warn_of_workers(loader, _started_anew(loader, opened._delivered))
-    _set_global_rng(recorded["rng"])  # a sampler that has no state of its own runs again from here
-    _set_states_of(opened._own, recorded["generators"])
-    sampler_ended = False
+    _set_rngs(recorded["start"], opened._own)  # a sampler that has no state of its own runs again from here
     try:
         loader.load_state_dict(_copied(state["loader"]))
         if state["ended"]:
             loader.state_dict()  # makes a StatefulDataLoader take what it was given now, not in its next pass
             opened._end()
         else:
-            opened._batches = iter(loader)
-            sampler_ended = _draw_first_index(opened._batches)
+            opened._batches = _iter_without_seeds(loader) if recorded["workers_ran"] else iter(loader)
+            _skip_indices(opened._batches, recorded["start"], opened._own)
     except Exception as error:
         raise CursorError(
             f"{_name(loader)} refused the state that it gave ({type(error).__name__}: {error}); {_AS_IT_WAS}"
         ) from error
-    if recorded["lookahead"] == _lookahead(loader) and not sampler_ended:
+    if recorded["lookahead"] == _lookahead(loader):
         _set_states_of(opened._own, state["generators"])
     return opened
 
 
-def _draw_first_index(batches: Any) -> bool:
-    """Run a StatefulDataLoader's sampler that has no state now, not in the first `next`; whether it is at its end.
+def _iter_without_seeds(loader: Any) -> Iterator[Any]:
+    """Start a pass and its workers, but draw their seeds elsewhere: the recorded pass had its workers already."""
+    generator, loader.generator = loader.generator, torch.Generator()
+    try:
+        return iter(loader)
+    finally:
+        loader.generator = generator
 
-    With workers it has run already, because they are given their first indices in iter().
+
+def _skip_indices(batches: Any, start: State, own: list[OwnGenerator]) -> None:
+    """Run a sampler that has no state up to the position; a StatefulDataLoader leaves that to its first `next`.
+
+    Only without workers: these are given their first indices in iter(), so there the sampler has run already.
     """
-    indices = getattr(batches, "_sampler_iter", None)
-    if not isinstance(indices, itertools.islice) or getattr(batches, "_num_workers", 0) > 0:
-        return False
-    first = list(itertools.islice(indices, 1))
-    batches._sampler_iter = itertools.chain(first, indices)
-    return not first
+    if isinstance(getattr(batches, "_sampler_iter", None), itertools.islice) and batches._num_workers == 0:
+        at_first = _rngs(own)
+        _set_rngs(start, own)
+        indices = iter(batches._index_sampler)
+        _set_rngs(at_first, own)
+        for _ in range(batches._sampler_iter_yielded):
+            next(indices)
+        batches._sampler_iter = indices
 
 
 # ---------------------------------------------------------------------------------------------- consumed
@@ -489,17 +507,14 @@ def _open_consumed(loader: Any, shape: State, state: State | None) -> Pass:
     opened = (_IteratorPass if isinstance(loader, Iterator) else Pass)(loader, {"loader": shape})
     taken = [0]
     if isinstance(opened, _IteratorPass):
-        try:
+        with suppress(TypeError):  # some kinds of iterator take no weak references
             taken = _taken_from.setdefault(loader, taken)
-        except TypeError:  # of a kind that takes no weak references
-            pass
         opened._taken = taken
     if state is None:
         opened._constant |= {
-            "rng": _global_rng(),
-            "generators": _states_of(opened._own),
+            "start": _rngs(opened._own),
             "taken_before": taken[0],
-            "workers_ran": _workers_persist(loader) and loader._iterator is not None,
+            "workers_ran": _workers_run(loader),
         }
         opened._batches = iter(loader)
         return opened
@@ -519,8 +534,7 @@ def _open_consumed(loader: Any, shape: State, state: State | None) -> Pass:
     else:
         if target > taken[0] and not isinstance(loader, (list, tuple, range)):
             _warn_of_slow_resume(loader, target - taken[0])
-        _set_global_rng(recorded["rng"])
-        _set_states_of(opened._own, recorded["generators"])
+        _set_rngs(recorded["start"], opened._own)
         opened._batches = iter(loader)
         while taken[0] < target:
             if next(opened._batches, _END) is _END:
@@ -587,7 +601,7 @@ def _check_fits(loader: Any, kind: str, shape: State, state: State) -> None:
 
 
 def _name(thing: Any) -> str:
-    return type(thing).__qualname__
+    return type(thing).__name__
 
 
 def _sampler_name(sampler: Any) -> str:
@@ -609,6 +623,10 @@ def _lookahead(loader: Any) -> int:
 
 def _workers_persist(loader: Any) -> bool:
     return isinstance(loader, DataLoader) and loader.num_workers > 0 and loader.persistent_workers
+
+
+def _workers_run(loader: Any) -> bool:
+    return _workers_persist(loader) and loader._iterator is not None
 
 
 def _chain(part: Any, inward: str) -> list[Any]:
@@ -683,7 +701,9 @@ def _warn_of_slow_resume(loader: Any, num_batches: int) -> None:
     elif isinstance(loader, DataLoader):
         faster = "a DataLoader that does not override __iter__, or state_dict and load_state_dict on this one"
     else:
-        faster = "a DataLoader over a map-style dataset, given as it is, or state_dict and load_state_dict on this object"
+        faster = (
+            "a DataLoader over a map-style dataset, given as it is, or state_dict and load_state_dict on this object"
+        )
     warnings.warn(
         f"{_name(loader)} cannot be positioned: {num_batches} batches are fetched and dropped to resume it, which is "
         f"right only if it gives the same batches when started again. Faster: {faster}",
@@ -701,6 +721,15 @@ def _global_rng() -> State:
         "numpy": np.random.get_state(legacy=False),
         "random": _random_state(random.getstate()),
     }
+
+
+def _rngs(own: list[OwnGenerator]) -> State:
+    return _global_rng() | {"generators": _states_of(own)}
+
+
+def _set_rngs(rngs: State, own: list[OwnGenerator]) -> None:
+    _set_global_rng(rngs)
+    _set_states_of(own, rngs["generators"])
 
 
 def _random_state(state: tuple[Any, ...]) -> State:
@@ -745,7 +774,7 @@ class _Watch:
 
 def _numpy_words() -> bytes:
     """The 624 words and the position of numpy's global MT19937; nothing if another generator was put in."""
-    generator = np.random.get_bit_generator()
+    generator = np.random.mtrand.get_bit_generator()
     if not isinstance(generator, np.random.MT19937):
         return b""
     return ctypes.string_at(generator.ctypes.state_address, 625 * 4)
@@ -754,7 +783,7 @@ def _numpy_words() -> bytes:
 def _own_generators(loader: Any) -> list[OwnGenerator]:
     """Every generator that the loader, its samplers and its datasets hold as attributes, in a fixed order."""
     kinds = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-    known = [torch.default_generator, np.random.mtrand._rand, random.getstate.__self__]
+    known = [torch.default_generator, np.random.mtrand._rand, vars(random)["_inst"]]
     num_global = len(known)
     for part in itertools.chain.from_iterable(_parts(loader)):
         for value in getattr(part, "__dict__", {}).values():

@@ -6,12 +6,13 @@ thread waits, and that time is counted as stall.
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Union
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +22,9 @@ from everstep.capture.encode import Encoder
 from everstep.capture.pending import Audit, Item, PendingCommit, PendingUpdate, Seal
 from everstep.errors import UsageError
 from everstep.frame import AUDIT_DTYPE, Op
+from everstep.memory import plain, view_bytes
 from everstep.store import files
+from everstep.store.bases import piece_sum
 from everstep.store.log import LogWriter
 
 DURABILITIES = ("step", "batch", "os")
@@ -41,12 +44,17 @@ class _Flush:
         self.done = threading.Event()
 
 
+class _Trash:
+    def __init__(self, tensors: list[Any]) -> None:
+        self.tensors = tensors
+
+
 class _Stop:
     def __init__(self, finish: bool) -> None:
         self.finish = finish
 
 
-_Job = Union[tuple[int, Item, int], PendingCommit, _Flush, _Stop]
+_Job = tuple[int, Item, int] | PendingCommit | _Flush | _Stop | _Trash
 
 
 class Offload:
@@ -99,6 +107,10 @@ class Offload:
             self._inflight_steps += 1
         self._jobs.put(pending)
 
+    def dispose(self, tensors: list[Any]) -> None:
+        """Drop references in the writer thread: freeing large memory takes time."""
+        self._jobs.put(_Trash(tensors))
+
     def has_room(self) -> bool:
         with self._room:
             return self._has_room()
@@ -141,10 +153,13 @@ class Offload:
     def _run(self) -> None:
         while True:
             job = self._jobs.get()
-            begun = time.perf_counter()
             if isinstance(job, _Stop):
                 self._stop(job.finish)
                 return
+            if isinstance(job, _Trash):
+                job.tensors = []
+                continue
+            begun = time.perf_counter()
             try:
                 if isinstance(job, _Flush):
                     self._sync_if_needed(force=True)
@@ -154,6 +169,7 @@ class Offload:
                 self._fail(e)
             finally:
                 self._account(job)
+                del job  # its gradients are freed here, not when the next job arrives
                 self.busy_s += time.perf_counter() - begun
 
     def _write(self, job: PendingCommit | tuple[int, Item, int]) -> None:
@@ -254,6 +270,12 @@ class Offload:
 
 
 def encode_audit(audit: Audit) -> bytes:
+    for uids, shapes, flat in audit.buffers:
+        data, itemsize, offset = view_bytes(plain(flat)), flat.element_size(), 0
+        for uid, shape in zip(uids, shapes, strict=True):
+            size = math.prod(shape) * itemsize
+            audit.add(uid, 0, piece_sum(data[offset : offset + size], uid, 0))
+            offset += size
     out = np.zeros(len(audit.uids), AUDIT_DTYPE)
     out["uid"], out["piece"], out["hash"] = audit.uids, audit.pieces, audit.hashes
     return out.tobytes()
@@ -261,6 +283,6 @@ def encode_audit(audit: Audit) -> bytes:
 
 def _size(item: Item) -> int:
     if isinstance(item, PendingUpdate):
-        return sum(g.numel() * g.element_size() if not g.is_sparse else g._nnz() for g in item.grads if g is not None)
+        return item.num_bytes
     tensor = getattr(item, "tensor", None)
     return tensor.numel() * tensor.element_size() if tensor is not None else 0

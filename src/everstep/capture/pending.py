@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
-from typing import Any, Union
+from typing import Any
 
 import torch
 
@@ -36,6 +36,7 @@ class PendingUpdate:
     seal: Seal | None = None
     grad_scale: torch.Tensor | None = None
     skipped: bool = False
+    num_bytes: int = 0
 
 
 @dataclass
@@ -85,9 +86,16 @@ class PendingGrad:
     tensor: torch.Tensor
 
 
-Item = Union[
-    PendingUpdate, PendingTensor, PendingTensors, PendingState, PendingGroups, PendingLayout, PendingCarry, PendingGrad
-]
+Item = (
+    PendingUpdate
+    | PendingTensor
+    | PendingTensors
+    | PendingState
+    | PendingGroups
+    | PendingLayout
+    | PendingCarry
+    | PendingGrad
+)
 
 
 class Audit:
@@ -98,6 +106,8 @@ class Audit:
         self.uids: list[int] = []
         self.pieces: list[int] = []
         self.hashes: list[int] = []
+        self.buffers: list[tuple[list[int], list[tuple[int, ...]], torch.Tensor]] = []
+        """Small buffers as of the commit (uids, shapes, concatenated copy): hashed by the writer thread."""
         self.complete = False
 
     def add(self, uid: int, piece: int, value: int) -> None:

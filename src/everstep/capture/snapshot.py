@@ -7,6 +7,7 @@ for.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -73,10 +74,8 @@ class Snapshot:
         except BaseException as e:
             self.error = e
             if writer is not None:
-                try:
+                with contextlib.suppress(StorageError):  # the first error is the one to report
                     writer.abandon()
-                except StorageError:
-                    pass  # the first error is the one to report
         finally:
             self._copied.set()
             self._tensors = []

@@ -11,7 +11,10 @@ Everything here runs on the training thread.
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Sequence
+from itertools import chain, repeat
+from operator import attrgetter, is_
 from typing import Any, Protocol
 
 import msgspec
@@ -38,7 +41,9 @@ LEARNING_UPDATES = 3
 MAX_DEVIATIONS = 8
 """After so many updates whose gradients were not let go, they are copied for good."""
 NEVER_REPLAYED = frozenset(("torch.optim.LBFGS",))
-_use_count: Callable[[int], int] = torch._C._storage_Use_Count  # type: ignore[attr-defined]
+_version = attrgetter("_version")
+_grad = attrgetter("grad")
+_use_count: Callable[[int], int] = torch._C._storage_Use_Count
 
 
 class Recorder(Protocol):
@@ -52,29 +57,36 @@ class Recorder(Protocol):
 
     def warn(self, message: str, category: type[Warning]) -> None: ...
 
+    def dispose(self, tensors: list[Any]) -> None: ...
+
 
 class _Held:
     """Gradients of one update, held by reference until it is sure what becomes of them."""
 
-    def __init__(self, params: list[torch.Tensor], grads: list[torch.Tensor | None], seal: Seal | None) -> None:
-        self.params = [p for p, g in zip(params, grads, strict=True) if g is not None]
-        self.grads = [g for g in grads if g is not None]
-        self.versions = [g._version for g in self.grads]
+    def __init__(
+        self, params: list[torch.Tensor], grads: list[torch.Tensor | None], seal: Seal | None,
+        versions: list[int] | None = None,
+    ) -> None:  # fmt: skip
+        if any(map(is_, grads, repeat(None))):
+            versions = None if versions is None else [v for v, g in zip(versions, grads, strict=True) if g is not None]
+            params = [p for p, g in zip(params, grads, strict=True) if g is not None]
+            grads = [g for g in grads if g is not None]
+        self.params = params
+        self.grads: list[Any] = list(grads)
+        self.versions = list(map(_version, self.grads)) if versions is None else versions
         self.seal = seal
 
     def untouched(self) -> bool:
-        return [g._version for g in self.grads] == self.versions
+        return list(map(_version, self.grads)) == self.versions
+
+    def attached(self) -> bool:
+        """Whether any is still on its parameter."""
+        return any(map(is_, map(_grad, self.params), self.grads))
 
     def released(self) -> bool:
         """Whether nobody but Everstep can reach them: not on the parameter, no other reference, memory not shared."""
-        grads = self.grads
-        if any(p.grad is g for p, g in zip(self.params, grads, strict=True)):
-            return False
-        # References: the list here, the pending update's list, the loop variable, getrefcount's argument.
-        return self.untouched() and all(sys.getrefcount(g) <= _OUR_REFERENCES for g in grads)
-
-
-_OUR_REFERENCES = 4
+        # References: the list here, the pending update's list, getrefcount's argument.
+        return not self.attached() and self.untouched() and max(map(sys.getrefcount, self.grads), default=0) <= 3
 
 
 class Tap:
@@ -93,7 +105,7 @@ class Tap:
         self._versions: list[int] = []
         self._copies: list[torch.Tensor | None] | None = None
         self._take_after = False
-        self._skipped = False
+        self._skipped = self._steady = False
         self._scale: torch.Tensor | None = None
         self._held: _Held | None = None
         self._clean = 0
@@ -110,8 +122,10 @@ class Tap:
         self._carries = True
         self._carry_seen = 0
         self._carry_kinds: dict[int, str] = {}
-        self._zeroed = False
+        self._carry_versions: dict[int, int] = {}
         self.updates = 0
+        self.thread_s = 0.0
+        """Time that hooks have taken from the training thread."""
         self.copied_bytes = 0
         self._read_groups()
         self._handles = [
@@ -131,18 +145,20 @@ class Tap:
     def _read_groups(self) -> None:
         groups = self.optimizer.param_groups
         self.params: list[torch.Tensor] = [p for g in groups for p in g["params"]]
-        self.param_ids = list(map(id, self.params))
         self.group_sizes = [len(g["params"]) for g in groups]
         self.group_uids = self._uids_now()
         self.uids = [uid for group in self.group_uids for uid in group]
+        self.param_bytes = sum(p.numel() * p.element_size() for p in self.params)
         self._hyper_bytes = self._encode_hyper()
+        self._hyper_values: list[Any] = []
+        self.recorded_hyper = tree.freeze(self.hyper(), path=self.name)
 
     def groups_changed(self) -> bool:
         """Whether parameters were added, removed or regrouped."""
         groups = self.optimizer.param_groups
-        return [len(g["params"]) for g in groups] != self.group_sizes or [
-            id(p) for g in groups for p in g["params"]
-        ] != self.param_ids
+        return [len(g["params"]) for g in groups] != self.group_sizes or not all(
+            map(is_, chain.from_iterable([g["params"] for g in groups]), self.params)
+        )
 
     def regroup(self) -> None:
         """Learn the groups anew; what was learned of gradients starts over."""
@@ -162,10 +178,15 @@ class Tap:
             return None
 
     def groups_item(self) -> PendingGroups:
-        return PendingGroups(self.name, tree.freeze(self.hyper(), path=self.name), list(self.group_uids))
+        self.recorded_hyper: list[dict[str, Any]] = tree.freeze(self.hyper(), path=self.name)
+        return PendingGroups(self.name, self.recorded_hyper, list(self.group_uids))
 
     def changed_groups(self) -> list[Item]:
         """The groups, if any hyperparameter differs from what was last recorded."""
+        values = list(chain.from_iterable(map(dict.values, self.optimizer.param_groups)))
+        if len(values) == len(self._hyper_values) and all(map(is_, values, self._hyper_values)) and self._hyper_bytes:
+            return []
+        self._hyper_values = values
         now = self._encode_hyper()
         if now is not None and now == self._hyper_bytes:
             return []
@@ -178,10 +199,25 @@ class Tap:
         self._depth += 1
         if self._depth > 1:
             return None
+        begun = time.perf_counter()
+        try:
+            return self._before_step(args, kwargs)
+        finally:
+            self.thread_s += time.perf_counter() - begun
+
+    def _post(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._depth -= 1
+        if self._depth > 0:
+            return
+        begun = time.perf_counter()
+        self._after_step()
+        self.thread_s += time.perf_counter() - begun
+
+    def _before_step(self, args: Any, kwargs: Any) -> Any:
         self._recorder.before_update(self)
         self._learn()
         self._grads = self._copies = None
-        self._take_after, self._scale, self._skipped = False, None, False
+        self._take_after, self._scale, self._skipped, self._steady = False, None, False, False
         if self._trials_left > 0 and not self.overwrite:
             self._trial = Trial(self.name, self.optimizer, self.uids, self.group_uids)
         closure = kwargs.get("closure") if "closure" in kwargs else (args[1] if len(args) > 1 else None)
@@ -191,7 +227,9 @@ class Tap:
 
         def wrapped(*a: Any, **k: Any) -> Any:
             result = closure(*a, **k)
+            begun = time.perf_counter()
             self._take()
+            self.thread_s += time.perf_counter() - begun
             return result
 
         if "closure" in kwargs:
@@ -202,7 +240,7 @@ class Tap:
         """The gradients that are about to be consumed."""
         if self.overwrite:
             return
-        self._grads = [p.grad for p in self.params]
+        self._grads = list(map(_grad, self.params))
         scale = getattr(self.optimizer, "grad_scale", None)
         found_inf = getattr(self.optimizer, "found_inf", None)
         if found_inf is not None and float(found_inf) != 0.0:
@@ -216,7 +254,9 @@ class Tap:
             self._copies = self._copy(self._grads)
         elif self._must_copy():
             self._copies = self._copy(self._grads)
-        self._versions = [-1 if g is None else g._version for g in self._grads]
+        else:
+            self._steady = self._trial is None and self._is_last()
+        self._versions = _versions_of(self._grads)
 
     def _must_copy(self) -> bool:
         return self._writes_grads or self._clean < LEARNING_UPDATES
@@ -226,10 +266,7 @@ class Tap:
         self.copied_bytes += sum(g.numel() * g.element_size() for g in copies if g is not None and not g.is_sparse)
         return copies
 
-    def _post(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._depth -= 1
-        if self._depth > 0:
-            return
+    def _after_step(self) -> None:
         self._move_last()
         self.updates += 1
         if self.overwrite or self._grads is None:
@@ -254,16 +291,23 @@ class Tap:
 
     def _hand_over(self) -> None:
         assert self._grads is not None
-        now = [p.grad for p in self.params]
+        if self._steady:
+            # Ours was the last hook before the step, and whoever writes into these from here on moves their counters.
+            seal = Seal()
+            grads, shared = _unshared(self._grads)
+            kept = [None if s else g for g, s in zip(self._grads, shared, strict=True)] if any(shared) else grads
+            self._held = _Held(self.params, kept, seal, self._versions)
+            self._recorder.put(PendingUpdate(self.name, self.uids, grads, seal, num_bytes=self.param_bytes))
+            return
+        now: list[torch.Tensor | None] = list(map(_grad, self.params))
         if self._take_after:
-            self._grads, self._versions = now, [-1 if g is None else g._version for g in now]
+            self._grads, self._versions = now, _versions_of(now)
             if self._must_copy():
                 self._copies = self._copy(now)
         deviation = self._compare(now)
         if self._copies is not None:
-            update = PendingUpdate(self.name, self.uids, self._copies, grad_scale=self._scale)
-            watched = self._grads if self._deviations < MAX_DEVIATIONS or self._carries else []
-            self._held = _Held(self.params[: len(watched)], watched, None)
+            update = PendingUpdate(self.name, self.uids, self._copies, None, self._scale, num_bytes=self.param_bytes)
+            self._held = _Held(self.params, self._grads, None)
         elif deviation:
             self._deviations += 1
             self._clean, self._held, self.results_due = 0, None, True
@@ -271,7 +315,7 @@ class Tap:
         else:
             seal = Seal()
             grads, shared = _unshared(self._grads)
-            update = PendingUpdate(self.name, self.uids, grads, seal)
+            update = PendingUpdate(self.name, self.uids, grads, seal, num_bytes=self.param_bytes)
             self._held = _Held(self.params, [None if s else g for g, s in zip(self._grads, shared, strict=True)], seal)
         if self._trial is not None:
             self._try(update)
@@ -285,13 +329,9 @@ class Tap:
         assert self._grads is not None
         if self._take_after:
             return ""
-        replaced = [i for i, (a, b) in enumerate(zip(self._grads, now, strict=True)) if a is not b]
-        written = [
-            i
-            for i, (g, v) in enumerate(zip(self._grads, self._versions, strict=True))
-            if g is not None and g._version != v
-        ]
-        if replaced:
+        written = _versions_of(self._grads) != self._versions
+        if not all(map(is_, self._grads, now)):
+            replaced = [i for i, (a, b) in enumerate(zip(self._grads, now, strict=True)) if a is not b]
             # Somebody's hook ran after ours. What they put there is what was consumed, if the step left it alone; the
             # trial or the audit will tell. Our hook is last from now on.
             if self._copies is not None:
@@ -301,11 +341,10 @@ class Tap:
             return "a gradient was replaced by a hook that ran after Everstep's"
         if not self._writes_grads and self._copies is not None and not written and self._clean < LEARNING_UPDATES:
             # A step that writes into gradients without moving their version counters.
-            if any(
+            written = self._scale is None and any(
                 a is not None and b is not None and not a.is_sparse and not _same(a, b)
                 for a, b in zip(self._copies, now, strict=True)
-            ) and self._scale is None:  # fmt: skip
-                written = [0]
+            )
         if written:
             self._writes_grads = True
             return "the optimizer writes into its gradients"
@@ -324,9 +363,13 @@ class Tap:
                 InexactWarning,
             )
 
+    def _is_last(self) -> bool:
+        """Whether no other instance hook runs between ours and the step."""
+        return bool(next(reversed(self.optimizer._optimizer_step_pre_hooks)) == self._handles[0].id)
+
     def _move_last(self) -> None:
-        hooks = self.optimizer._optimizer_step_pre_hooks
-        if next(reversed(hooks)) != self._handles[0].id:
+        if not self._is_last():
+            hooks: Any = self.optimizer._optimizer_step_pre_hooks
             hooks.move_to_end(self._handles[0].id)
 
     # -- what becomes of gradients ------------------------------------------------------------------------------------
@@ -351,15 +394,18 @@ class Tap:
     def _learn(self) -> None:
         """At this optimizer's next update: were the last gradients let go untouched?"""
         held, self._held = self._held, None
+        if held is not None:
+            self._recorder.dispose(held.grads)
         if self._at_commit:
             same = any(
                 g is not None and p.grad is g for p, g in zip(self.params, self._at_commit, strict=True)
             )
             self._carries = same
             self._carry_seen += 1
+            self._at_commit = []
         if held is None:
             return
-        if held.untouched() and not any(p.grad is g for p, g in zip(held.params, held.grads, strict=True)):
+        if held.untouched() and not held.attached():
             self._clean += self._deviations < MAX_DEVIATIONS
         else:
             self._clean = 0
@@ -373,8 +419,9 @@ class Tap:
             if not set_to_none:
                 tap.settle(force=True)
             original(set_to_none=set_to_none)
-            tap._zeroed = not set_to_none
+            begun = time.perf_counter()
             tap.settle()
+            tap.thread_s += time.perf_counter() - begun
 
         self._zero_grad = zero_grad
         self.optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
@@ -404,7 +451,7 @@ class Tap:
         if not self._carries and self._carry_seen >= 2:
             if self._carry_kinds:
                 gone = PendingCarry("none", list(self._carry_kinds))
-                self._carry_kinds = {}
+                self._carry_kinds, self._carry_versions = {}, {}
                 return [gone]
             return []
         held = self._held
@@ -430,7 +477,18 @@ class Tap:
         if gone_uids:
             items.append(PendingCarry("none", gone_uids))
         self._carry_kinds = kinds
+        self._carry_versions = {
+            u: g._version for u, g in zip(self.uids, self._at_commit, strict=True) if u in kinds and g is not None
+        }
         return items
+
+    def carry_is_intact(self) -> bool:
+        """Whether the gradients that carried() told of are still there, as they were."""
+        return all(
+            by is not None and by._version == version
+            for (uid, version) in self._carry_versions.items()
+            for by in (dict(zip(self.uids, self.params, strict=True))[uid].grad,)
+        )
 
     def carried_now(self) -> list[tuple[int, str, torch.Tensor]]:
         """(uid, kind, gradient) as told by the last carried()."""
@@ -442,20 +500,24 @@ class Tap:
                 found.append((uid, kind, grad))
         return found
 
-    def accumulating(self, seen: dict[int, tuple[int, int]]) -> bool:
-        """Whether gradients have appeared or grown since `seen` was filled: an accumulation is under way."""
-        return any(
-            p.grad is not None and seen.get(id(p)) != (id(p.grad), p.grad._version) for p in self.params
-        )
-
-    def mark(self, seen: dict[int, tuple[int, int]]) -> None:
-        seen.update({id(p): (id(p.grad), p.grad._version) for p in self.params if p.grad is not None})
+    def accumulating(self) -> bool:
+        """Whether gradients have appeared or grown since the last update: an accumulation is under way."""
+        held = self._held
+        consumed = {} if held is None else {id(g): v for g, v in zip(held.grads, held.versions, strict=True)}
+        return any(g is not None and consumed.get(id(g)) != g._version for g in map(_grad, self.params))
 
     def reset_after_exception(self) -> None:
         """A step raised before its post-hook: what it changed is unknown."""
         if self._depth:
             self._depth = 0
             self.results_due = True
+
+
+def _versions_of(grads: Sequence[torch.Tensor | None]) -> list[int]:
+    try:
+        return list(map(_version, grads))
+    except AttributeError:  # some have none
+        return [-1 if g is None else g._version for g in grads]
 
 
 def view_as_bits(g: torch.Tensor) -> torch.Tensor:
@@ -472,25 +534,28 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def _unshared(grads: Sequence[torch.Tensor | None]) -> tuple[list[torch.Tensor | None], list[bool]]:
     """Gradients to hold: those whose memory others can write through other tensors are copied now."""
-    shared = [g is not None and _is_shared(g) for g in grads]
-    if any(shared):
-        # Gradients that are slices of one buffer, all of them held here, are not shared with anyone else.
-        owners: dict[int, int] = {}
-        for g in grads:
-            if g is not None and not g.is_sparse:
-                cdata = g.untyped_storage()._cdata
-                owners[cdata] = owners.get(cdata, 0) + 1
-        for i, g in enumerate(grads):
-            if shared[i] and g is not None and not g.is_sparse and g._base is None:
-                storage = g.untyped_storage()
-                shared[i] = _use_count(storage._cdata) - 1 > owners[storage._cdata]
+    try:
+        # The count includes the wrapper that untyped_storage() makes: 2 is a tensor alone with its memory.
+        if max([_use_count(g.untyped_storage()._cdata) for g in grads if g is not None], default=0) <= 2:
+            return list(grads), [False] * len(grads)
+    except NotImplementedError:  # sparse tensors have no storage
+        pass
+    # Gradients that are slices of one buffer, all of them held here, are not shared with anyone else.
+    owners: dict[int, int] = {}
+    for g in grads:
+        if g is not None and not g.is_sparse:
+            cdata = g.untyped_storage()._cdata
+            owners[cdata] = owners.get(cdata, 0) + 1
+    shared = []
+    for g in grads:
+        if g is None:
+            shared.append(False)
+        elif g.is_sparse or g._base is not None:
+            shared.append(True)
+        else:
+            storage = g.untyped_storage()
+            shared.append(_use_count(storage._cdata) - 1 > owners[storage._cdata])
     return [_clone(g) if s and g is not None else g for g, s in zip(grads, shared, strict=True)], shared
-
-
-def _is_shared(g: torch.Tensor) -> bool:
-    if g.is_sparse:
-        return True
-    return g._base is not None or _use_count(g.untyped_storage()._cdata) > 2
 
 
 def _unscaling_is_exact(scale: torch.Tensor, grads: Sequence[torch.Tensor | None]) -> bool:

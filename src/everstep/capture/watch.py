@@ -1,7 +1,9 @@
 """Noticing what changes the state apart from optimizer steps.
 
 Three nets, from cheap to thorough:
-- version counters, data pointers and identities of every tensor at every boundary;
+- version counters, data pointers and identities of every tensor. In the first steps they are read around every update, and
+  by how much each update moves them is learned; from then on one look a step, at the commit, is enough: a counter that is
+  not where the updates alone would have brought it means an edit, and the results for that parameter are stored;
 - bytes: small buffers at every commit; a rotating slice of everything else after each update and again at the next
   boundary; in the first steps all of it, so that a tensor that is edited at every step is known from then on (volatile)
   and compared at every boundary;
@@ -12,8 +14,10 @@ Everything here runs on the training thread.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -28,7 +32,22 @@ from everstep.store.bases import piece_sum
 
 SMALL_BUFFER_BYTES = 1 << 16
 SLICE_BYTES = 1 << 16
+SLICE_RANGES = 8
+MAX_SURPRISES = 3
 FULL_STEPS = 3
+_versions = attrgetter("_version")
+_pointers = torch.Tensor.data_ptr
+
+
+@dataclass
+class _Delta:
+    """By how much one update of an optimizer moves version counters."""
+
+    tensors: list[int]
+    states: list[int]
+
+    def __post_init__(self) -> None:
+        self.moves = any(self.tensors) or any(self.states)
 
 
 class Watched:
@@ -75,13 +94,20 @@ class Watch:
     def __init__(self, inventory: Inventory, optimizers: dict[str, Optimizer]) -> None:
         self._optimizers = optimizers
         self._states: dict[str, list[Watched]] = {name: [] for name in optimizers}
+        self._state_tensors: dict[str, list[torch.Tensor]] = {name: [] for name in optimizers}
         self._state_values: dict[str, list[Any]] = {name: [] for name in optimizers}
         self._state_versions: dict[str, list[int]] = {name: [] for name in optimizers}
         self._full_left = FULL_STEPS
+        self._unstable: set[str] = set()
+        """Optimizers whose effect on version counters cannot be foretold."""
+        self._deltas: dict[str, _Delta | None] = dict.fromkeys(optimizers)
+        self._updates = dict.fromkeys(optimizers, 0)
+        self._surprises = dict.fromkeys(optimizers, 0)
         self._volatile: set[int] = set()
         self._slice: list[tuple[Watched, int, int, int]] = []
         self._whole_slice = False
         self._everything: list[Watched] | None = None
+        self._all_states: list[Watched] = []
         self.hidden_edits: list[str] = []
         """Labels of tensors whose edit no version counter showed, since last asked."""
         self.install(inventory)
@@ -113,16 +139,21 @@ class Watch:
         self._note_tensors(self._tensors)
         for name in self._optimizers:
             self._read_states(name)
+            self._deltas[name], self._updates[name] = None, 0
+        self._full_left = max(self._full_left, FULL_STEPS)
         self._take_slice()
 
     def _note_tensors(self, watched: Iterable[Watched]) -> None:
-        self._versions = [t._version for t in self._param_tensors]
-        self._pointers = [t.data_ptr() for t in self._param_tensors]
+        self._versions = list(map(_versions, self._param_tensors))
+        self._pointers = list(map(_pointers, self._param_tensors))
         for pack in self._small:
             pack.note()
 
     def _values(self, name: str) -> list[Any]:
-        return [v for s in self._optimizers[name].state.values() if isinstance(s, dict) for v in s.values()]
+        try:
+            return list(chain.from_iterable(map(dict.values, self._optimizers[name].state.values())))
+        except TypeError:  # an optimizer that keeps other things than dicts in its state
+            return [v for s in self._optimizers[name].state.values() if isinstance(s, dict) for v in s.values()]
 
     def _read_states(self, name: str) -> None:
         """Learn the optimizer's state tensors anew."""
@@ -141,13 +172,20 @@ class Watch:
                     w.volatile = uid in self._volatile
                     found.append(w)
         self._states[name] = found
+        self._state_tensors[name] = [w.tensor for w in found]
         self._everything = None
         self._state_values[name] = self._values(name)
-        self._state_versions[name] = [w.tensor._version for w in found]
+        self._state_versions[name] = list(map(_versions, self._state_tensors[name]))
 
     def targets(self) -> tuple[list[Watched], list[Watched]]:
         """(parameters and large buffers, optimizer state): what an audit hashes."""
-        return self._tensors, [w for states in self._states.values() for w in states]
+        if self._everything is None:
+            self._all_states = [w for states in self._states.values() for w in states]
+        return self._tensors, self._all_states
+
+    def small_buffers(self) -> list[tuple[list[int], list[tuple[int, ...]], torch.Tensor]]:
+        """(uids, shapes, copy) as of the last commit."""
+        return [(pack.uids, pack.shapes, pack.last) for pack in self._small]
 
     def covers_all(self) -> bool:
         """Whether the current slice is everything."""
@@ -155,39 +193,102 @@ class Watch:
 
     # -- boundaries ---------------------------------------------------------------------------------------------------
 
-    def check(self, *, commit: bool) -> list[Item]:
-        """Everything that changed since the last update or check, copied. At a commit also small buffers."""
+    def before_update(self) -> list[Item]:
+        """What changed since the last boundary, copied, as far as it must be known before an update."""
+        if self._full_left > 0 or self._unstable:
+            return self._check_all()
         changed: dict[int, Watched] = {}
-        versions = [t._version for t in self._param_tensors]
-        pointers = [t.data_ptr() for t in self._param_tensors]
+        touched: dict[tuple[str, int], None] = {}
+        self._check_bytes(changed, touched)
+        return self._items(changed, touched)
+
+    def at_commit(self) -> list[Item]:
+        """What changed since the last boundary, copied."""
+        if self._full_left > 0 or self._unstable:
+            items = self._check_all()
+        else:
+            items = self._check_expected()
+        for pack in self._small:
+            items += pack.changes()
+        return items
+
+    def _check_all(self) -> list[Item]:
+        """Compare with the last look, which was taken right after the last update."""
+        changed = self._moved_tensors(None)
+        touched: dict[tuple[str, int], None] = {}
+        for name in self._optimizers:
+            self._check_states(name, touched)
+        self._check_bytes(changed, touched)
+        return self._items(changed, touched)
+
+    def _check_expected(self) -> list[Item]:
+        """Compare with where the updates since the last commit should have brought the version counters."""
+        for name, count in self._updates.items():
+            if count:
+                delta = self._deltas[name]
+                assert delta is not None
+                if delta.moves:
+                    self._versions = [v + count * d for v, d in zip(self._versions, delta.tensors, strict=True)]
+                    self._state_versions[name] = [
+                        v + count * d for v, d in zip(self._state_versions[name], delta.states, strict=True)
+                    ]
+        changed = self._moved_tensors(self._volatile)
+        touched: dict[tuple[str, int], None] = {}
+        for name in self._optimizers:
+            before = len(touched)
+            self._check_states(name, touched)
+            if len(touched) > before and self._updates[name]:
+                self._unexpected(name)
+        # An edit before an update changes what the update did: parameter and state are stored together.
+        for name, groups in self._inventory.groups.items():
+            if self._updates[name]:
+                ours = {uid for group in groups for uid in group}
+                hit = [uid for uid in changed if uid in ours]
+                for uid in [u for n, u in touched if n == name and u in self._by_uid]:
+                    changed[uid] = self._by_uid[uid]
+                for uid in hit:
+                    touched[(name, uid)] = None
+                if hit:
+                    self._unexpected(name)
+            self._updates[name] = 0
+        self._check_bytes(changed, touched)
+        return self._items(changed, touched)
+
+    def _unexpected(self, name: str) -> None:
+        """If version counters keep being unpredictable, look at them around every update."""
+        self._surprises[name] += 1
+        if self._surprises[name] >= MAX_SURPRISES:
+            self._unstable.add(name)
+
+    def _moved_tensors(self, ignore: set[int] | None) -> dict[int, Watched]:
+        versions = list(map(_versions, self._param_tensors))
+        pointers = list(map(_pointers, self._param_tensors))
+        changed: dict[int, Watched] = {}
         if versions != self._versions or pointers != self._pointers:
             for i, w in enumerate(self._tensors):
                 if pointers[i] != self._pointers[i]:
                     w.refresh(w.tensor)
                     changed[w.uid] = w
-                elif versions[i] != self._versions[i]:
+                elif versions[i] != self._versions[i] and not (ignore and w.uid in ignore):
                     changed[w.uid] = w
+                    if ignore is not None:
+                        self._volatile.add(w.uid)
+                        w.volatile = True
             self._versions, self._pointers = versions, pointers
-        items: list[Item] = []
-        touched_states: dict[tuple[str, int], None] = {}
-        for name in self._optimizers:
-            self._check_states(name, touched_states)
-        self._check_bytes(changed, touched_states)
-        for w in changed.values():
-            items.append(PendingTensor(w.uid, w.copy()))
-        if touched_states:
-            items += self._state_items(touched_states)
-        if changed or touched_states:
+        return changed
+
+    def _items(self, changed: dict[int, Watched], touched: dict[tuple[str, int], None]) -> list[Item]:
+        items: list[Item] = [PendingTensor(w.uid, w.copy()) for w in changed.values()]
+        if touched:
+            items += self._state_items(touched)
+        if items:
             self._rehash_slice()
-        if commit:
-            for pack in self._small:
-                items += pack.changes()
         return items
 
     def _check_states(self, name: str, touched: dict[tuple[str, int], None]) -> None:
         values = self._values(name)
         cached = self._state_values[name]
-        if len(values) != len(cached) or not all(map(operator.is_, values, cached)):
+        if len(values) != len(cached) or not all(map(is_, values, cached)):
             before = {w.uid: w.tensor for w in self._states[name]}
             gone = {(name, w.owner[1]) for w in self._states[name] if w.owner is not None}
             self._read_states(name)
@@ -200,7 +301,7 @@ class Watch:
             touched.update(dict.fromkeys(gone))
             touched.update(dict.fromkeys(self._non_tensor_owners(name)))
             return
-        versions = [w.tensor._version for w in self._states[name]]
+        versions = list(map(_versions, self._state_tensors[name]))
         if versions != self._state_versions[name]:
             for w, new, old in zip(self._states[name], versions, self._state_versions[name], strict=True):
                 if new != old and w.owner is not None:
@@ -236,33 +337,51 @@ class Watch:
                 self.hidden_edits.append(w.label)
 
     def _state_items(self, touched: Iterable[tuple[str, int]]) -> list[Item]:
-        by_uid = {uid: t for uid, t in self._inventory.tensors.items()}
+        by_uid = self._inventory.tensors
         items: list[Item] = []
         for name, uid in touched:
             p = by_uid.get(uid)
             values = None if p is None else self._optimizers[name].state.get(p)
             items.append(PendingState(name, uid, None if values is None else tree.freeze(dict(values), path=name)))
-            self._state_versions[name] = [w.tensor._version for w in self._states[name]]
+            self._state_versions[name] = list(map(_versions, self._state_tensors[name]))
         return items
 
     # -- around updates -----------------------------------------------------------------------------------------------
 
     def after_update(self, name: str) -> None:
         """The optimizer has just moved its parameters and state, as it should."""
+        if self._full_left > 0 or self._unstable or self._deltas[name] is None:
+            self._look_again(name)
+        else:
+            self._updates[name] += 1
+        self._take_slice()
+
+    def _look_again(self, name: str) -> None:
+        """Read all counters right after an update, and learn how it moves them."""
+        before = self._versions, self._state_versions[name]
         values = self._values(name)
         cached = self._state_values[name]
-        if len(values) != len(cached) or not all(map(operator.is_, values, cached)):
-            self._read_states(name)
+        same = len(values) == len(cached) and all(map(is_, values, cached))
+        if same:
+            self._state_versions[name] = list(map(_versions, self._state_tensors[name]))
         else:
-            self._state_versions[name] = [w.tensor._version for w in self._states[name]]
-        versions = [t._version for t in self._param_tensors]
-        pointers = [t.data_ptr() for t in self._param_tensors]
+            self._read_states(name)
+        versions = list(map(_versions, self._param_tensors))
+        pointers = list(map(_pointers, self._param_tensors))
         if pointers != self._pointers:
             for w, new, old in zip(self._tensors, pointers, self._pointers, strict=True):
                 if new != old:
                     w.refresh(w.tensor)
         self._versions, self._pointers = versions, pointers
-        self._take_slice()
+        delta = None
+        if same:
+            delta = _Delta(
+                [a - b for a, b in zip(versions, before[0], strict=True)],
+                [a - b for a, b in zip(self._state_versions[name], before[1], strict=True)],
+            )
+        if self._full_left == 1 and (delta is None or delta != self._deltas[name]):
+            self._unstable.add(name)
+        self._deltas[name] = delta
 
     def after_commit(self) -> None:
         if self._full_left > 0:
@@ -271,6 +390,9 @@ class Watch:
     def look_closely(self) -> None:
         """Compare everything for some steps again."""
         self._full_left = FULL_STEPS
+        for name in self._optimizers:
+            self._deltas[name], self._updates[name] = None, 0
+            self._look_again(name)
 
     def _take_slice(self) -> None:
         """Hash what the next boundary compares."""
@@ -281,9 +403,10 @@ class Watch:
             self._turn = (0, 0)
         self._whole_slice = self._full_left > 0 or self._total_bytes <= SLICE_BYTES
         ranges: list[tuple[Watched, int, int]] = []
-        for w in self._everything:
-            if self._whole_slice or w.volatile:
-                ranges += w.piece_ranges()
+        if self._whole_slice or self._volatile:
+            for w in self._everything:
+                if self._whole_slice or w.volatile:
+                    ranges += w.piece_ranges()
         if not self._whole_slice:
             ranges += self._rotate()
         self._slice = [(w, low, high, w.hash_range(low, high)) for w, low, high in ranges]
@@ -293,13 +416,13 @@ class Watch:
         assert self._everything is not None
         index, offset = self._turn
         budget = SLICE_BYTES
-        ranges = []
-        while budget > 0:
+        ranges: list[tuple[Watched, int, int]] = []
+        while budget > 0 and len(ranges) < SLICE_RANGES:
             w = self._everything[index]
             high = min(offset + budget, w.alias.numel() * w.itemsize)
             if not w.volatile:
                 ranges.append((w, offset, high))
-            budget -= high - offset
+            budget -= max(high - offset, 1024)
             offset = high
             if offset >= w.alias.numel() * w.itemsize:
                 index, offset = (index + 1) % len(self._everything), 0
@@ -333,13 +456,13 @@ class _BufferPack:
 
     def note(self) -> None:
         self._views()
-        self._last = torch.cat(self._flat)
+        self.last = torch.cat(self._flat)
 
     def changes(self) -> list[Item]:
         if [t.data_ptr() for t in self.tensors] != self._pointers:
             self._views()
         now = torch.cat(self._flat)
-        if now.numel() == 0 or view_bytes(plain(now)).tobytes() == view_bytes(plain(self._last)).tobytes():
+        if now.numel() == 0 or view_bytes(plain(now)).tobytes() == view_bytes(plain(self.last)).tobytes():
             return []
-        self._last = now
+        self.last = now
         return [PendingTensors(self.uids, self.shapes, now)]

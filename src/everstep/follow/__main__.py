@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     compactor = Compactor(RunPath(args.run), args.timeline, args.generation)
     for line in sys.stdin:
         command: dict[str, Any] = json.loads(line)
-        step = command.get("base", command.get("fold"))
+        step: int = command["base"] if "base" in command else command["fold"]
         begun = time.perf_counter()
         try:
             compactor.advance(step)

@@ -19,7 +19,7 @@ from everstep.restore.execute import audit, load_base, open_frames
 from everstep.restore.plan import Line, Plan, line_of
 from everstep.store import files
 from everstep.store.bases import BaseReader, BaseWriter, Slot, base_folder
-from everstep.store.log import Segment
+from everstep.store.log import FrameEntry, Segment
 from everstep.store.runs import RunPath, read_listing
 
 
@@ -62,8 +62,7 @@ class Compactor:
         base = max((b for b in line.bases if b <= step), default=None)
         if base is None:
             raise CorruptionError(f"{self._path.path}: no base at or before step {step}")
-        manifest, folder = line.bases[base]
-        self._base = manifest
+        self._base = line.bases[base][0]
         self._state = load_base(self._plan(base, ()), self._num_workers)
 
     def _plan(self, step: int, frames: tuple[Any, ...]) -> Plan:
@@ -96,7 +95,7 @@ class Compactor:
     def _fold(self, step: int) -> None:
         state, line = self._state, self._line
         assert state is not None and line is not None
-        entries = []
+        entries: list[FrameEntry] = []
         size = 0
         while state.step + len(entries) < step and size < self._chunk_bytes:
             entry = line.frames.get(state.step + len(entries) + 1)

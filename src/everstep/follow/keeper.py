@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import queue
@@ -212,7 +213,7 @@ def stored(path: RunPath, timeline: int) -> tuple[list[StoredBase], list[StoredS
     names.sort()
     segments = [
         StoredSegment(first, max(first, following - 1), os.path.getsize(file), file)
-        for (_, first, file), (_, following, _) in zip(names, names[1:], strict=False)
+        for (_, first, file), (_, following, _) in itertools.pairwise(names)
     ]
     return found, segments
 

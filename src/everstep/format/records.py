@@ -39,7 +39,7 @@ class Header(NamedTuple):
     box: int
     dtype: int
     start: int
-    count: int
+    count: int  # type: ignore[assignment]  # an element count, not tuple.count
     raw_bytes: int
     stored_bytes: int
     payload_sum: int

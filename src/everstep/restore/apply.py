@@ -54,7 +54,7 @@ def _compare_atoms(state: State, live: Inventory) -> list[str]:
         for uid, a in now.items()
         if uid not in saved and not _made_by_optimizer(a, state)
     ]
-    buffers = []
+    buffers: list[str] = []
     for uid, atom in now.items():
         old = saved.get(uid)
         if old is None or (old.shape == atom.shape and old.dtype == atom.dtype):
@@ -142,7 +142,7 @@ def _apply_optimizer(state: State, live: Inventory, name: str, optimizer: Optimi
     optimizer.state.clear()
     for uid, values in saved.state.items():
         if uid == 0:
-            optimizer.state.update(values)
+            optimizer.state.update(values)  # type: ignore[arg-type]
         else:
             p = live.tensors[uid]
             optimizer.state[p] = {k: _placed(v, p) for k, v in values.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -108,7 +109,7 @@ def _close(readers: dict[str, files.Reader]) -> None:
 
 def check_chain(frames: Sequence[StoredFrame]) -> None:
     """Each footer names the one before it."""
-    for before, frame in zip(frames, frames[1:], strict=False):
+    for before, frame in itertools.pairwise(frames):
         same = before.entry.generation == frame.entry.generation
         if frame.step != before.step + 1 or (same and frame.footer.previous not in (0, before.footer_sum)):
             raise CorruptionError(

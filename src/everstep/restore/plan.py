@@ -217,3 +217,16 @@ def _line(listing: Listing, generations: dict[int, GenerationDocument], newest: 
                         f"the log file of generation {span.generation} that begins at step {following} is missing"
                     )
     return line
+
+
+def line_files(line: Line, plan: Plan) -> list[str]:
+    """Every file that a plan, and whoever goes on from it, stands on."""
+    path = line.listing.path
+    found = [os.path.join(plan.base_folder, name) for name in ("manifest.json", *plan.base.files)]
+    found += dict.fromkeys(frame.path for frame in plan.frames)
+    for span in line.spans:
+        found.append(os.path.join(path.generations(span.timeline), f"{span.generation:06d}.json"))
+    for timeline in line.timelines:
+        found.append(os.path.join(path.timeline(timeline), "timeline.json"))
+        found += [os.path.join(path.layouts(timeline), n) for n in os.listdir(path.layouts(timeline))]
+    return [f for f in found if os.path.exists(f)]

@@ -234,12 +234,21 @@ class Appender:
 
 def make_dir(path: str) -> None:
     """Make one folder whose name is durable on return; fine if it is there."""
-    if os.path.isdir(path):
-        return
-    with _reported("mkdir", path):
-        os.mkdir(path)
-    _done("mkdir", path)
+    if not os.path.isdir(path):
+        with _reported("mkdir", path):
+            os.mkdir(path)
+        _done("mkdir", path)
     sync_dir(os.path.dirname(path))
+
+
+def make_dirs(path: str) -> None:
+    """Make a folder and all that are missing above it, each durable."""
+    missing = []
+    while not os.path.isdir(path):
+        missing.append(path)
+        path = os.path.dirname(path)
+    for folder in reversed(missing):
+        make_dir(folder)
 
 
 def sync_dir(path: str) -> None:
@@ -251,6 +260,17 @@ def sync_dir(path: str) -> None:
         finally:
             os.close(fd)
     _done("syncdir", path)
+
+
+def sync_file(path: str) -> None:
+    """Return when what another process may have left in the page cache of this file is on stable storage."""
+    with _reported("sync", path):
+        fd = _open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    _done("sync", path)
 
 
 def write_whole(path: str, data: bytes) -> None:

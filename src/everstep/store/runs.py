@@ -12,7 +12,7 @@ import uuid
 from dataclasses import dataclass, field
 
 from everstep.atoms import Layout
-from everstep.errors import CorruptionError, FormatError, NotARunError, RunBusyError, StorageError
+from everstep.errors import CorruptionError, FormatError, NotARunError, RunBusyError
 from everstep.format import documents
 from everstep.format.documents import (
     FORMAT_MAJOR,
@@ -99,13 +99,7 @@ class RunPath:
 
     def create(self) -> RunDocument:
         """Make the folder and run.json; durable on return."""
-        parent = os.path.dirname(self.path)
-        if not os.path.isdir(parent):
-            try:
-                os.makedirs(parent, exist_ok=True)
-            except OSError as e:
-                raise StorageError(f"mkdir {parent}: {e.strerror}") from e
-        files.make_dir(self.path)
+        files.make_dirs(self.path)
         now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         document = RunDocument(uuid.uuid4().hex, (FORMAT_MAJOR, FORMAT_MINOR), now)
         files.make_dir(self.timelines())
@@ -127,10 +121,20 @@ class RunPath:
         files.write_whole(os.path.join(self.generations(document.timeline), name), documents.encode(document))
 
     def write_layout(self, timeline: int, layout: Layout) -> None:
-        """Durable on return; does nothing if it is there."""
-        path = os.path.join(self.layouts(timeline), f"{layout.id}.json")
-        if not os.path.exists(path):
-            files.write_whole(path, documents.encode(layout))
+        """Durable on return."""
+        files.write_whole(os.path.join(self.layouts(timeline), f"{layout.id}.json"), documents.encode(layout))
+
+    def sync(self, paths: list[str]) -> None:
+        """Make these files and all folders above them, up to the run's own name, durable."""
+        folders = {os.path.dirname(self.path)}
+        for path in [self.run_file(), *paths]:
+            files.sync_file(path)
+            folder = os.path.dirname(path)
+            while len(folder) >= len(self.path):
+                folders.add(folder)
+                folder = os.path.dirname(folder)
+        for folder in sorted(folders, reverse=True):
+            files.sync_dir(folder)
 
     def read_layout(self, layout_id: str, timelines: list[int]) -> Layout:
         """A layout by its id, wherever it was written."""

@@ -1,0 +1,663 @@
+"""Ownership of gradients: for each way in which their memory is used again, what was consumed is what is logged.
+
+Every test trains with a disk so slow that the writer thread reads gradients late, and compares every step with copies
+that were taken on the training thread.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from truth import Truth, check_history, check_resume, crash, gate, slow
+
+import everstep
+from everstep.errors import AuditError
+
+CLEAN = 10
+"""Steps in which gradients are let go, so that later ones are held by reference."""
+STEPS = 18
+
+
+def mlp() -> nn.Sequential:
+    """One gradient of 36 KB, which is written by itself, and smaller ones, which are packed."""
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(96, 96), nn.Tanh(), nn.Linear(96, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def sgd() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = mlp()
+    return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def adamw_fused() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = mlp()
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+
+def loss_of(model: nn.Module) -> torch.Tensor:
+    return model(torch.randn(4, 96)).square().mean()
+
+
+class Trainer:
+    """One iteration of each pattern; the commit is the caller's."""
+
+    def __init__(self, model: nn.Module, optimizer: Any) -> None:
+        self.model, self.optimizer = model, optimizer
+        self.params = list(model.parameters())
+        self.kept: list[torch.Tensor] = []
+        self.flat = torch.zeros(sum(p.numel() for p in self.params))
+
+    def backward(self) -> None:
+        loss_of(self.model).backward()
+
+    def released(self) -> None:
+        """The pattern that allows references."""
+        self.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def zero_in_place_after_step(self) -> None:
+        self.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=False)
+
+    def zero_in_place_before_backward(self) -> None:
+        self.optimizer.zero_grad(set_to_none=False)
+        self.backward()
+        self.optimizer.step()
+
+    def zero_in_place_by_the_model(self) -> None:
+        self.backward()
+        self.optimizer.step()
+        self.model.zero_grad(set_to_none=False)
+
+    def zero_by_hand(self) -> None:
+        self.backward()
+        self.optimizer.step()
+        for p in self.params:
+            p.grad.zero_()
+
+    def zero_by_hand_before_backward(self) -> None:
+        for p in self.params:
+            if p.grad is not None:
+                p.grad.zero_()
+        self.backward()
+        self.optimizer.step()
+
+    def zero_by_foreach(self) -> None:
+        self.backward()
+        self.optimizer.step()
+        torch._foreach_zero_([p.grad for p in self.params])
+
+    def accumulate_for_ever(self) -> None:
+        self.backward()
+        self.optimizer.step()
+
+    def own_buffers(self) -> None:
+        """The user's own gradient memory, filled anew at every step."""
+        if not self.kept:
+            self.kept = [torch.empty_like(p) for p in self.params]
+        for p, g in zip(self.params, self.kept, strict=True):
+            p.grad = g
+            g.normal_()
+        self.optimizer.step()
+
+    def views_of_a_flat_buffer(self) -> None:
+        """As with DDP's gradient_as_bucket_view: new views at every step, of one buffer that is overwritten."""
+        self.flat.normal_()
+        offset = 0
+        for p in self.params:
+            p.grad = self.flat[offset : offset + p.numel()].view_as(p)
+            offset += p.numel()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.flat.fill_(7.0)
+
+    def detached_views_of_a_flat_buffer(self) -> None:
+        """As before, but the views do not know their base, and the buffer is written through its storage."""
+        self.flat.normal_()
+        offset = 0
+        for p in self.params:
+            p.grad = self.flat.data[offset : offset + p.numel()].view_as(p).detach()
+            offset += p.numel()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.flat.data.fill_(7.0)
+
+    def upstream_alias(self) -> None:
+        """z.backward(up) makes p.grad an alias of `up`, which is used again."""
+        if not self.kept:
+            self.kept = [torch.empty_like(p) for p in self.params]
+        for p, up in zip(self.params, self.kept, strict=True):
+            up.normal_()
+            p.view_as(p).backward(up)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        for up in self.kept:
+            up.fill_(3.0)
+
+    def function_returning_its_own_memory(self) -> None:
+        """A custom Function whose backward returns a tensor that it overwrites next time."""
+        if not self.kept:
+            self.kept = [torch.empty_like(p) for p in self.params]
+        total = sum(Reusing.apply(p, g) for p, g in zip(self.params, self.kept, strict=True))
+        total.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        for g in self.kept:
+            g.fill_(5.0)
+
+    def keeps_references(self) -> None:
+        self.backward()
+        self.optimizer.step()
+        self.kept = [p.grad for p in self.params]
+        self.optimizer.zero_grad()
+        for g in self.kept:
+            g.mul_(0.25)
+
+    def keeps_references_over_the_commit(self) -> None:
+        for g in self.kept:
+            g.mul_(0.25)
+        self.backward()
+        self.optimizer.step()
+        self.kept = [p.grad for p in self.params]
+        self.optimizer.zero_grad()
+
+    def keeps_detached_aliases(self) -> None:
+        """p.grad.detach() is another tensor on the same memory."""
+        self.backward()
+        self.optimizer.step()
+        self.kept = [p.grad.detach() for p in self.params]
+        self.optimizer.zero_grad()
+        for g in self.kept:
+            g.zero_()
+
+    def keeps_detached_aliases_over_the_commit(self) -> None:
+        for g in self.kept:
+            g.zero_()
+        self.backward()
+        self.optimizer.step()
+        self.kept = [p.grad.detach() for p in self.params]
+        self.optimizer.zero_grad()
+
+    def keeps_views(self) -> None:
+        self.backward()
+        self.optimizer.step()
+        self.kept = [p.grad.view(-1)[1:] for p in self.params]
+        self.optimizer.zero_grad()
+        for g in self.kept:
+            g.fill_(2.0)
+
+    def keeps_numpy_arrays(self) -> None:
+        self.backward()
+        self.optimizer.step()
+        arrays = [p.grad.numpy() for p in self.params]
+        self.optimizer.zero_grad()
+        for a in arrays:
+            a[...] = 4.0
+
+    def scales_after_the_step(self) -> None:
+        self.backward()
+        self.optimizer.step()
+        for p in self.params:
+            p.grad.mul_(0.5)
+        self.optimizer.zero_grad()
+
+    def clips_in_place(self) -> None:
+        self.backward()
+        nn.utils.clip_grad_norm_(self.params, 0.1)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def closure(self) -> None:
+        def once() -> torch.Tensor:
+            self.optimizer.zero_grad()
+            loss = loss_of(self.model)
+            loss.backward()
+            return loss
+
+        self.optimizer.step(once)
+
+    def closure_in_place(self) -> None:
+        def once() -> torch.Tensor:
+            self.optimizer.zero_grad(set_to_none=False)
+            loss = loss_of(self.model)
+            loss.backward()
+            return loss
+
+        self.optimizer.step(closure=once)
+
+    def two_updates(self) -> None:
+        """Two updates in one commit, the gradient of the first being reused by the second."""
+        self.backward()
+        self.optimizer.step()
+        self.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=False)
+
+    def swaps_gradients(self) -> None:
+        """Two sets of memory that take turns."""
+        if not self.kept:
+            self.kept = [torch.empty_like(p) for p in self.params for _ in range(2)]
+        half = self.kept[::2]
+        self.kept = self.kept[1::2] + half
+        self.kept = [g for pair in zip(self.kept[: len(half)], half, strict=True) for g in pair]
+        for p, g in zip(self.params, self.kept[::2], strict=True):
+            g.normal_()
+            p.grad = g
+        self.optimizer.step()
+        for p in self.params:
+            p.grad = None
+
+
+class Reusing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, p: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+        ctx.memory = memory
+        return p.sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.memory.normal_(), None
+
+
+PATTERNS = [name for name in vars(Trainer) if not name.startswith("_") and name not in ("backward", "released")]
+
+
+def train(
+    path: Any, build: Callable[[], Any], pattern: str, *, clean: int, steps: int = STEPS, **options: Any
+) -> Truth:
+    model, optimizer = build()
+    trainer = Trainer(model, optimizer)
+    run = everstep.attach(model, optimizer, path, quiet=True, follower=False, **options)
+    truth = Truth(run, model, optimizer)
+    truth.resume()
+    with slow():
+        for t in range(steps):
+            getattr(trainer, "released" if t < clean else pattern)()
+            truth.commit()
+    crash(run)
+    return truth
+
+
+@pytest.mark.parametrize("clean", [0, CLEAN], ids=["from-the-start", "in-mid-run"])
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_gradients_are_logged_as_consumed(pattern: str, clean: int, tmp_path: Any) -> None:
+    truth = train(tmp_path / "run", sgd, pattern, clean=clean)
+    check_history(tmp_path / "run", truth)
+    check_resume(tmp_path / "run", sgd, truth, STEPS)
+
+
+@pytest.mark.parametrize("pattern", ["zero_in_place_after_step", "views_of_a_flat_buffer", "keeps_references"])
+def test_gradients_of_a_fused_optimizer_are_logged_as_consumed(pattern: str, tmp_path: Any) -> None:
+    truth = train(tmp_path / "run", adamw_fused, pattern, clean=CLEAN)
+    check_history(tmp_path / "run", truth)
+    check_resume(tmp_path / "run", adamw_fused, truth, STEPS)
+
+
+def test_gradients_that_are_let_go_are_not_copied(tmp_path: Any) -> None:
+    model, optimizer = sgd()
+    trainer = Trainer(model, optimizer)
+    with everstep.attach(model, optimizer, tmp_path / "run", quiet=True, follower=False) as run:
+        run.resume()
+        copied = []
+        for _ in range(12):
+            trainer.released()
+            run.commit()
+            copied.append(run.stats()["copied_gradient_bytes"])
+    assert copied[0] > 0
+    assert copied[-1] == copied[5]
+
+
+@pytest.mark.parametrize("clean", [0, CLEAN])
+def test_zeroing_through_data_is_never_logged_as_a_gradient(clean: int, tmp_path: Any) -> None:
+    """p.grad.data.zero_() moves no version counter: right, or refused with the last proven step, never wrong."""
+    model, optimizer = sgd()
+    trainer = Trainer(model, optimizer)
+    run = everstep.attach(model, optimizer, tmp_path / "run", quiet=True, follower=False)
+    truth = Truth(run, model, optimizer)
+    truth.resume()
+    with slow():
+        for t in range(STEPS):
+            if t < clean:
+                trainer.released()
+            else:
+                trainer.backward()
+                optimizer.step()
+                for p in trainer.params:
+                    p.grad.data.zero_()
+            truth.commit()
+    crash(run)
+    history = everstep.open(tmp_path / "run")
+    refused = []
+    for n in history.steps:
+        try:
+            found = history.state(n)
+        except AuditError as e:
+            refused.append(n)
+            assert e.proven_step is not None and e.proven_step < n
+        else:
+            assert torch.equal(found["model"]["0.weight"], truth.states[n]["model"]["0.weight"]), n
+    if clean == 0:
+        assert refused == []
+
+
+@pytest.mark.parametrize("nesterov_written", ["from-the-start", "in-mid-run"])
+def test_foreach_nesterov_that_writes_into_gradients_is_logged_as_consumed(
+    nesterov_written: str, tmp_path: Any
+) -> None:
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = mlp()
+        return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True, foreach=True)
+
+    model, optimizer = build()
+    trainer = Trainer(model, optimizer)
+    if nesterov_written == "in-mid-run":
+        optimizer.param_groups[0]["foreach"] = False
+    run = everstep.attach(model, optimizer, tmp_path / "run", quiet=True, follower=False)
+    truth = Truth(run, model, optimizer)
+    truth.resume()
+    with slow():
+        for t in range(STEPS):
+            optimizer.param_groups[0]["foreach"] = nesterov_written == "from-the-start" or t >= CLEAN
+            trainer.released()
+            truth.commit()
+    crash(run)
+    check_history(tmp_path / "run", truth)
+    check_resume(tmp_path / "run", build, truth, STEPS)
+
+
+@pytest.mark.parametrize("scale", [2.0**10, 3.0])
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("clean", [0, CLEAN])
+def test_a_scaler_that_unscales_in_place_is_logged_as_consumed(
+    clean: int, fused: bool, scale: float, tmp_path: Any
+) -> None:
+    def build() -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]:
+        model = mlp()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
+        return model, optimizer, {"scaler": torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=6)}
+
+    model, optimizer, extras = build()
+    scaler = extras["scaler"]
+    run = everstep.attach(model, optimizer, tmp_path / "run", extras=extras, quiet=True, follower=False)
+    truth = Truth(run, model, optimizer, extras)
+    truth.resume()
+    overflow = 13
+    with slow():
+        for t in range(STEPS):
+            if t < clean:
+                loss_of(model).backward()
+                optimizer.step()
+            else:
+                loss = loss_of(model)
+                scaler.scale(loss * (float("inf") if t == overflow else 1.0)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            optimizer.zero_grad()
+            truth.commit()
+    crash(run)
+    assert run.step == STEPS if fused else STEPS - 1
+    check_history(tmp_path / "run", truth)
+    check_resume(tmp_path / "run", build, truth, STEPS if fused else STEPS - 1)
+
+
+@pytest.mark.parametrize("clean", [0, CLEAN])
+def test_a_closure_that_is_called_twice_is_logged_as_consumed(clean: int, tmp_path: Any) -> None:
+    class Twice(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            if closure is not None:
+                with torch.enable_grad():
+                    closure()
+            return super().step(closure)
+
+    everstep.register(Twice)
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = mlp()
+        return model, Twice(model.parameters(), lr=0.05, momentum=0.9)
+
+    model, optimizer = build()
+    trainer = Trainer(model, optimizer)
+    run = everstep.attach(model, optimizer, tmp_path / "run", quiet=True, follower=False)
+    truth = Truth(run, model, optimizer)
+    truth.resume()
+    with slow():
+        for t in range(STEPS):
+            (trainer.released if t < clean else trainer.closure_in_place)()
+            truth.commit()
+    crash(run)
+    check_resume(tmp_path / "run", build, truth, STEPS)
+    check_history(tmp_path / "run", truth)
+
+
+@pytest.mark.parametrize("at", [0, CLEAN])
+def test_a_gradient_replaced_by_a_later_hook_is_logged_as_consumed(at: int, tmp_path: Any) -> None:
+    model, optimizer = sgd()
+    trainer = Trainer(model, optimizer)
+    run = everstep.attach(model, optimizer, tmp_path / "run", quiet=True, follower=False)
+    truth = Truth(run, model, optimizer)
+    truth.resume()
+
+    def replace(optimizer: Any, args: Any, kwargs: Any) -> None:
+        for p in trainer.params:
+            p.grad = p.grad * 3.0
+
+    def edit(optimizer: Any, args: Any, kwargs: Any) -> None:
+        for p in trainer.params:
+            p.grad.add_(1.0)
+
+    with slow():
+        for t in range(STEPS):
+            if t == at:
+                optimizer.register_step_pre_hook(replace)
+            if t == at + 4:
+                optimizer.register_step_pre_hook(edit)
+            trainer.released()
+            truth.commit()
+    crash(run)
+    check_history(tmp_path / "run", truth)
+    check_resume(tmp_path / "run", sgd, truth, STEPS)
+
+
+@pytest.mark.parametrize("at", [0, CLEAN])
+def test_a_gradient_edited_through_data_by_a_later_hook_is_never_logged_wrong(at: int, tmp_path: Any) -> None:
+    """Such a hook runs after Everstep's only once; what it did shows in no version counter."""
+    model, optimizer = sgd()
+    trainer = Trainer(model, optimizer)
+    run = everstep.attach(model, optimizer, tmp_path / "run", quiet=True, follower=False)
+    truth = Truth(run, model, optimizer)
+    truth.resume()
+
+    def edit(optimizer: Any, args: Any, kwargs: Any) -> None:
+        for p in trainer.params:
+            p.grad.data.mul_(2.0)
+
+    with slow():
+        for t in range(STEPS):
+            if t == at:
+                optimizer.register_step_pre_hook(edit)
+            trainer.released()
+            truth.commit()
+    crash(run)
+    check_history(tmp_path / "run", truth)
+
+
+def test_a_post_hook_that_writes_into_gradients_is_logged_as_consumed(tmp_path: Any) -> None:
+    model, optimizer = sgd()
+    trainer = Trainer(model, optimizer)
+    run = everstep.attach(model, optimizer, tmp_path / "run", quiet=True, follower=False)
+    truth = Truth(run, model, optimizer)
+    truth.resume()
+
+    def zero(optimizer: Any, args: Any, kwargs: Any) -> None:
+        for p in trainer.params:
+            p.grad.zero_()
+
+    with slow():
+        for t in range(STEPS):
+            if t == CLEAN:
+                optimizer.register_step_post_hook(zero)
+            trainer.released()
+            truth.commit()
+    crash(run)
+    check_history(tmp_path / "run", truth)
+    check_resume(tmp_path / "run", sgd, truth, STEPS)
+
+
+@pytest.fixture
+def one_process_group(monkeypatch: pytest.MonkeyPatch) -> Any:
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore:.*:UserWarning:torch")
+@pytest.mark.parametrize("bucket_view", [True, False])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_ddp_is_logged_as_consumed(set_to_none: bool, bucket_view: bool, one_process_group: Any, tmp_path: Any) -> None:
+    model = mlp()
+    wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=bucket_view)
+    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-3)
+    run = everstep.attach(wrapped, optimizer, tmp_path / "run", quiet=True, follower=False)
+    truth = Truth(run, model, optimizer)
+    truth.resume()
+    with slow():
+        for _ in range(STEPS):
+            wrapped(torch.randn(4, 96)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=set_to_none)
+            truth.commit()
+    crash(run)
+    check_history(tmp_path / "run", truth)
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        fresh = mlp()
+        return fresh, torch.optim.AdamW(fresh.parameters(), lr=1e-3)
+
+    check_resume(tmp_path / "run", build, truth, STEPS)
+
+
+def test_a_pattern_that_changes_and_changes_back_is_logged_as_consumed(tmp_path: Any) -> None:
+    model, optimizer = sgd()
+    trainer = Trainer(model, optimizer)
+    run = everstep.attach(model, optimizer, tmp_path / "run", quiet=True, follower=False)
+    truth = Truth(run, model, optimizer)
+    truth.resume()
+    order = ["zero_by_hand", "keeps_references", "accumulate_for_ever", "released", "views_of_a_flat_buffer"]
+    with slow(0.01):
+        for t in range(60):
+            getattr(trainer, "released" if t < 20 or t % 11 < 6 else order[t % len(order)])()
+            truth.commit()
+    crash(run)
+    check_history(tmp_path / "run", truth)
+    check_resume(tmp_path / "run", sgd, truth, 60)
+
+
+def test_the_writer_really_reads_late_in_these_tests(tmp_path: Any) -> None:
+    """The tests above prove something: at a commit, gradients of that step are still unread."""
+    model, optimizer = sgd()
+    trainer = Trainer(model, optimizer)
+    run = everstep.attach(model, optimizer, tmp_path / "run", quiet=True, follower=False)
+    run.resume()
+    for _ in range(CLEAN):
+        trainer.released()
+        run.commit()
+    with gate() as disk:
+        disk.close()
+        trainer.released()
+        run.commit()
+        assert disk.reached.wait(10)
+        trainer.released()
+        run.commit()
+        assert run.stats()["inflight_bytes"] > 30_000
+        assert run.durable_step <= CLEAN
+        disk.open()
+        run.flush()
+    assert run.durable_step == CLEAN + 2
+    crash(run)
+
+
+def test_gradients_left_on_the_parameters_go_on_after_a_resume(tmp_path: Any) -> None:
+    """Accumulation over commits that begins in mid-run: the resumed run adds to the same gradients."""
+    model, optimizer = sgd()
+    trainer = Trainer(model, optimizer)
+    run = everstep.attach(model, optimizer, tmp_path / "run", quiet=True, follower=False)
+    run.resume()
+    for t in range(STEPS):
+        (trainer.released if t < CLEAN else trainer.accumulate_for_ever)()
+        run.commit()
+    crash(run)
+    expected = [p.grad.clone() for p in trainer.params]
+    model, optimizer = sgd()
+    run = everstep.attach(model, optimizer, tmp_path / "run", quiet=True, follower=False)
+    assert run.resume() == STEPS
+    for p, g in zip(model.parameters(), expected, strict=True):
+        assert p.grad is not None and torch.equal(p.grad, g)
+    crash(run)
+
+
+def test_gradients_zeroed_in_place_in_mid_run_are_zeros_after_a_resume(tmp_path: Any) -> None:
+    model, optimizer = sgd()
+    trainer = Trainer(model, optimizer)
+    run = everstep.attach(model, optimizer, tmp_path / "run", quiet=True, follower=False)
+    run.resume()
+    for t in range(STEPS):
+        (trainer.released if t < CLEAN else trainer.zero_in_place_after_step)()
+        run.commit()
+    crash(run)
+    model, optimizer = sgd()
+    run = everstep.attach(model, optimizer, tmp_path / "run", quiet=True, follower=False)
+    run.resume()
+    for p in model.parameters():
+        assert p.grad is not None and not p.grad.any()
+    crash(run)
+
+
+def test_training_in_a_forked_child_is_left_alone(tmp_path: Any) -> None:
+    """A child that trains a copy on its own neither hangs nor writes to the run."""
+    model, optimizer = sgd()
+    trainer = Trainer(model, optimizer)
+    run = everstep.attach(model, optimizer, tmp_path / "run", quiet=True, follower=False)
+    truth = Truth(run, model, optimizer)
+    truth.resume()
+    for _ in range(6):
+        trainer.released()
+        truth.commit()
+    run.flush()
+    pid = os.fork()
+    if pid == 0:  # pragma: no cover - the child
+        try:
+            with torch.no_grad():
+                for p in trainer.params:
+                    p.grad = torch.ones_like(p)
+            optimizer.step()
+            optimizer.zero_grad()
+            os._exit(0)
+        except BaseException:
+            os._exit(1)
+    deadline = 200
+    while deadline:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            break
+        deadline -= 1
+        import time
+
+        time.sleep(0.05)
+    else:
+        os.kill(pid, 9)
+        os.waitpid(pid, 0)
+        pytest.fail("the child hangs")
+    assert os.waitstatus_to_exitcode(status) == 0
+    trainer.released()
+    truth.commit()
+    crash(run)
+    check_history(tmp_path / "run", truth)

@@ -1,0 +1,283 @@
+"""Every crash image of a recorded run restores to a step at or after the last one that was reported durable."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from crash_disk import Crash, Disk, Images, Nothing, Recorded, Recorder, Some, fingerprint_of, recycled_from
+from crash_training import Era, Eras, Training, digest, era_of, follower_in_process, wait_for_keeper
+from support import crash
+
+import everstep
+from everstep.errors import NotARunError, NothingToRestoreError
+from everstep.restore.history import History
+from everstep.store import files
+
+
+@pytest.fixture
+def shm() -> Iterator[str]:
+    folder = tempfile.mkdtemp(prefix="everstep-crash-", dir="/dev/shm")
+    yield folder
+    shutil.rmtree(folder)
+
+
+@dataclass
+class Recording:
+    """A run that has been recorded."""
+
+    root: str
+    eras: Eras
+    events: list[Recorded]
+    trusted: bool = True
+    """Whether what it reported durable survives the host (durability="os" does not promise that)."""
+
+
+@dataclass
+class Promise:
+    """What a crash at one point of the event list must leave."""
+
+    eras: Eras
+    num_eras: int = 0
+    era: int = 0
+    step: int = -1
+    """The last step reported durable, and in which era; -1: none."""
+    began: bool = False
+
+    def hear(self, note: str, trusted: bool = True) -> None:
+        if note == "era":
+            self.num_eras += 1
+        elif m := re.fullmatch(r"durable (-?\d+)", note):
+            step = int(m[1])
+            if step >= 0:
+                self.began = True
+                if trusted and (self.era != self.num_eras or step > self.step):
+                    self.era, self.step = self.num_eras, step
+
+    def lines(self, step: int, state: str) -> list[Era]:
+        """Eras whose line has this state at this step, among those this crash may leave as the newest."""
+        found = []
+        for era in self.eras.all[max(self.era, 1) - 1 : self.num_eras]:
+            least = self.step if era.number == self.era else era.resumed
+            if step >= least and era.truth.get(step) == state:
+                found.append(era)
+        return found
+
+
+def record(root: str, name: str = "one", durability: str = "step", **options: Any) -> Recording:
+    """A short life: bases of trainer and follower, retention, a kill, a fork, a close, a restart after it."""
+    recorder, eras = Recorder(), Eras()
+    os.makedirs(root)
+    path = f"{root}/{name}"
+    options = {"durability": durability, "batch_steps": 3, "retention": {"bases": 2}, "direct_io": False, **options}
+    with files.observe(recorder.observe, recorder.begin), follower_in_process():
+        with era_of(path, eras, **options) as (run, train):
+            for _ in range(6):
+                train(2)
+                wait_for_keeper(run)
+            crash(run)
+        with era_of(path, eras, follower=False, **options) as (run, train):
+            train(7)
+            crash(run)
+        with era_of(path, eras, resume=16, **options) as (run, train):
+            train(6)
+            run.close()
+        with era_of(path, eras, **options) as (run, train):
+            train(2)
+            run.close()
+    return Recording(root, eras, recorder.events, trusted=durability != "os")
+
+
+@dataclass
+class Checker:
+    """Checks crash images one after another; equal ones once."""
+
+    shm: str
+    name: str = "one"
+    seen: dict[bytes, tuple[int, int]] = field(default_factory=dict)
+    num_images: int = 0
+    outcomes: dict[str, int] = field(default_factory=dict)
+    all_steps: bool = False
+
+    def __post_init__(self) -> None:
+        self.images = Images(f"{self.shm}/image")
+        self.random = random.Random(1)
+
+    def check(self, disk: Disk, how: Crash, promise: Promise, *, go_on: bool = False) -> None:
+        tree = disk.tree(how)
+        key = fingerprint_of(tree)
+        asked = (promise.era, promise.step)
+        if key in self.seen and self.seen[key] >= asked:
+            return
+        self.seen[key] = asked
+        self.images.show(tree)
+        self.num_images += 1
+        outcome = self.look(promise)
+        self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
+        if go_on:
+            self.go_on(promise)
+
+    def look(self, promise: Promise) -> str:
+        path = f"{self.images.root}/{self.name}"
+        try:
+            history = everstep.open(path)
+            newest = history.plan().step
+            state = digest(history.state())
+        except (NotARunError, NothingToRestoreError) as e:
+            assert not promise.began, f"step {promise.step} was durable, and now: {type(e).__name__}: {e}"
+            return type(e).__name__
+        lines = promise.lines(newest, state)
+        assert lines, (
+            f"latest is step {newest}, which is {self.where(promise, newest, state)}; promised was step {promise.step} of "
+            f"era {promise.era} or later"
+        )
+        self.look_back(history, lines, newest)
+        return "restored"
+
+    def look_back(self, history: History, lines: list[Era], newest: int) -> None:
+        """Older steps are those of the same line."""
+        steps = history.steps
+        assert steps[-1] == newest
+        for n in steps if self.all_steps else self.random.sample(steps, min(2, len(steps))):
+            got = digest(history.state(n))
+            lines = [e for e in lines if e.truth.get(n) == got]
+            assert lines, f"step {n} of {steps} is not what it was"
+
+    def where(self, promise: Promise, step: int, state: str) -> str:
+        eras = [e.number for e in promise.eras.all if e.truth.get(step) == state]
+        return f"that of eras {eras}" if eras else "of no era: a wrong state"
+
+    def go_on(self, promise: Promise) -> None:
+        """The job is started again on this image: it resumes, trains two steps, closes, and all are right."""
+        copy = f"{self.shm}/copy"
+        shutil.rmtree(copy, ignore_errors=True)
+        self.images.copy_to(copy)
+        path = f"{copy}/{self.name}"
+        training = Training()
+        run = everstep.attach(
+            training.model, training.optimizer, path, extras=training.extras, quiet=True, audit="full", follower=False
+        )
+        at = run.resume()
+        state = digest(training.public())
+        if at == 0 and not promise.began:
+            era = promise.eras.all[0]
+            assert state == era.truth[0]
+        else:
+            lines = promise.lines(at, state)
+            assert lines, f"resumed at step {at}, which is {self.where(promise, at, state)}"
+            era = lines[-1]
+        expected = promise.eras.after(era, at, 77, 2)
+        for n in (at + 1, at + 2):
+            training.train(77, n)
+            run.commit()
+        run.close()
+        assert run.durable_step == at + 2
+        history = everstep.open(path)
+        assert history.steps[-1] == at + 2
+        assert [digest(history.state(n)) for n in (at, at + 1, at + 2)] == [era.truth[at], *expected]
+        report = history.verify()
+        assert report.ok, report
+        shutil.rmtree(copy)
+
+
+def replay(
+    recording: Recording, checker: Checker, disk: Disk | None = None, promise: Promise | None = None, *, variants: int,
+    go_on_every: int = 0,
+) -> None:  # fmt: skip
+    """All prefixes of the recorded events, each with several fates of what was not synced."""
+    disk, promise = disk or Disk(recording.root), promise or Promise(recording.eras)
+    seeds = random.Random(3)
+    recycled = recycled_from(recording.events)
+    for index, recorded in enumerate(recording.events):
+        disk.feed(recorded)
+        if recorded.event.op == "note":
+            promise.hear(recorded.event.path, recording.trusted)
+        fates: list[Crash] = [Nothing()]
+        if not disk.is_settled:
+            fates += [Crash(), *(Some(seeds.randrange(1 << 30), recycled) for _ in range(variants))]
+        for i, how in enumerate(fates):
+            count = checker.num_images
+            go_on = bool(go_on_every) and (count + i) % go_on_every == 0
+            try:
+                checker.check(disk, how, promise, go_on=go_on)
+            except Exception as e:
+                last = [f"{r.event.op} {r.event.path} {r.event.target}" for r in recording.events[: index + 1][-12:]]
+                raise AssertionError(
+                    f"image {count}: after event {index} ({type(how).__name__} {vars(how).get('_seed', '')}): "
+                    f"{type(e).__name__}: {e}\nlast events:\n  " + "\n  ".join(last)
+                ) from e
+
+
+def kill_and_go_on(recording: Recording, checker: Checker, at: int, *, variants: int) -> None:
+    """The process is killed after so many events (nothing is lost), the job started again; then the host crashes."""
+    disk, promise = Disk(recording.root), Promise(recording.eras)
+    for recorded in recording.events[:at]:
+        disk.feed(recorded)
+        if recorded.event.op == "note":
+            promise.hear(recorded.event.path, recording.trusted)
+    eras = promise.eras = recording.eras.copy()
+    del eras.all[promise.num_eras :]
+    disk.root = f"{checker.shm}/again"
+    shutil.rmtree(disk.root, ignore_errors=True)
+    Images(disk.root).show(disk.tree(Crash()))
+    recorder = Recorder(at)
+    with (
+        files.observe(recorder.observe, recorder.begin),
+        era_of(f"{disk.root}/{checker.name}", eras, follower=False, direct_io=False) as (run, train),
+    ):
+        train(2)
+        crash(run)
+    replay(Recording(disk.root, eras, recorder.events), checker, disk, promise, variants=variants)
+    shutil.rmtree(disk.root)
+
+
+def kill_points(recording: Recording) -> list[int]:
+    """Where something is volatile, so that a killed process leaves more than a crashed host does."""
+    disk = Disk(recording.root)
+    found = []
+    for index, recorded in enumerate(recording.events):
+        disk.feed(recorded)
+        if not disk.is_settled and recorded.event.op not in ("note", "sync"):
+            found.append(index + 1)
+    return found
+
+
+def test_every_crash_point_of_a_short_run_restores_to_a_durable_step(shm: str) -> None:
+    recording = record(f"{shm}/live")
+    checker = Checker(shm)
+    replay(recording, checker, variants=2, go_on_every=40)
+    print(len(recording.events), checker.num_images, checker.outcomes)
+    assert checker.num_images > 400
+
+
+def test_folders_above_a_new_run_are_durable_too(shm: str) -> None:
+    recorder, eras = Recorder(), Eras()
+    os.makedirs(f"{shm}/live")
+    with files.observe(recorder.observe, recorder.begin), era_of(f"{shm}/live/a/b/run", eras) as (run, train):
+        train(1)
+        crash(run)
+    replay(Recording(f"{shm}/live", eras, recorder.events), Checker(shm, "a/b/run"), variants=1)
+
+
+def test_steps_after_a_kill_and_a_restart_survive_a_crash_of_the_host(shm: str) -> None:
+    recording = record(f"{shm}/live")
+    checker = Checker(shm)
+    points = kill_points(recording)
+    for at in points[:: len(points) // 12]:
+        kill_and_go_on(recording, checker, at, variants=1)
+    print(len(points), checker.num_images, checker.outcomes)
+
+
+@pytest.mark.parametrize("durability", ["batch", "os"])
+def test_crash_points_with_weaker_durability_never_give_a_wrong_state_or_another_error(shm: str, durability: str) -> None:
+    recording = record(f"{shm}/live", durability=durability)
+    checker = Checker(shm)
+    replay(recording, checker, variants=2, go_on_every=50)
+    print(len(recording.events), checker.num_images, checker.outcomes)
