@@ -119,8 +119,8 @@ def train_killed(progress: Progress, options: list[str], steps: int, kills: int,
                     lost = reached - event["resumed"]
                     killed.lost.append(lost)
                     console.print(
-                        f"  SIGKILL during step {reached + 1}  →  resumed at step {event['resumed']} in "
-                        f"{event['seconds']:.2f} s  ({lost} finished step{'' if lost == 1 else 's'} lost)"
+                        f"  SIGKILL in step {reached + 1} → resumed at step {event['resumed']} in "
+                        f"{event['seconds']:.2f} s ({lost} finished step{'' if lost == 1 else 's'} lost)"
                     )
                 last = now
                 continue
@@ -164,7 +164,7 @@ def compare(folder: Path, reference: dict[int, tuple[float, str]], killed: Kille
         moments = {f"{p}/{k}": v for p, values in past["optimizer"]["state"].items() for k, v in values.items()}
         found = digest({**past["model"], **moments})
         same = found == reference[step][1]
-        console.print(f"  step {step:>4} brought back from the run: hash {found} {'equal' if same else 'DIFFERS'}")
+        console.print(f"  step {step:>3} brought back: hash {found} {'equal' if same else 'DIFFERS'}")
         if not same:
             wrong.append(f"step {step} as everstep.open brings it back")
     return wrong
@@ -189,7 +189,7 @@ def main() -> int:
     parser.add_argument("--dir", type=Path, default=Path("demo-run"), help="folder to work in; made anew")
     parser.add_argument("--quick", action="store_true", help="a tiny model and few steps: to test the demo itself")
     args = parser.parse_args()
-    size, steps, kills, pairs, block = ("tiny", 40, 2, 4, 4) if args.quick else ("small", 160, 4, 14, 8)
+    size, steps, kills, pairs, block = ("tiny", 40, 2, 4, 4) if args.quick else ("small", 120, 4, 12, 8)
     folder: Path = args.dir
     if folder.exists() and any(folder.iterdir()) and not (folder / "worker.log").exists():
         raise SystemExit(f"{folder} holds something else than an earlier demo: give another --dir")
@@ -202,7 +202,7 @@ def main() -> int:
         TextColumn("{task.description:<14}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"),
         TimeElapsedColumn(),
     )  # fmt: skip
-    console.print(f"a small GPT, {steps} steps on the Python standard library's sources; {kills} kills")
+    console.print(f"a {size} GPT learns the Python standard library's sources: {steps} steps, {kills} kills")
     with Progress(*columns, console=console) as progress:
         common = ["--size", size, "--steps", str(steps), "--report"]
         reference = train_uninterrupted(progress, [*common, "--final", str(folder / "uninterrupted.pt")], steps, log)

@@ -27,7 +27,7 @@ def main() -> None:
     torch.set_num_threads(1)
     saved, plain = build(SIZES[args.size], 10_000), build(SIZES[args.size], 10_000)
     batches = itertools.cycle(list(itertools.islice(plain[3], 16)))
-    options = {"extras": {"schedule": saved[2]}, "base_interval": 50, "quiet": True}
+    options = {"extras": {"schedule": saved[2]}, "base_interval": 40, "quiet": True}
     with everstep.attach(saved[0], saved[1], args.run, **options) as run:
         run.resume()
 

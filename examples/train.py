@@ -19,9 +19,9 @@ import everstep
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run", help="folder to save every step in; without it nothing is saved")
-    parser.add_argument("--steps", type=int, default=160)
+    parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--size", choices=SIZES, default="small")
-    parser.add_argument("--base-interval", type=int, default=50)
+    parser.add_argument("--base-interval", type=int, default=40)
     parser.add_argument("--report", action="store_true", help="tell everything as JSON lines (for demo.py)")
     parser.add_argument("--final", help="file to put the final state in")
     args = parser.parse_args()
@@ -41,8 +41,8 @@ def main() -> None:
             schedule.step()
             tell(step=step, loss=loss, digest=digest(live_state(model, optimizer)))
     else:
-        options = {"extras": {"schedule": schedule}, "base_interval": args.base_interval}
-        with everstep.attach(model, optimizer, args.run, **options) as run:
+        options = {"base_interval": args.base_interval, "retention": everstep.Retention(window_steps=60)}
+        with everstep.attach(model, optimizer, args.run, extras={"schedule": schedule}, **options) as run:
             tell(resumed=run.resume(), seconds=run.stats()["resume_s"])
             for batch in run.steps(loader, epochs=math.ceil(args.steps / len(loader))):
                 if run.step == args.steps:

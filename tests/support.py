@@ -37,7 +37,8 @@ def equal(a: Any, b: Any, path: str = "") -> list[str]:
         if a.layout != b.layout:
             return [f"{path}: {a.layout} / {b.layout}"]
         if a.is_sparse:
-            same = same_bits(a._indices(), b._indices()) and same_bits(a._values(), b._values())
+            same = a.shape == b.shape and a.is_coalesced() == b.is_coalesced()
+            same = same and same_bits(a._indices(), b._indices()) and same_bits(a._values(), b._values())
         else:
             same = same_bits(a.detach(), b.detach())
         return [] if same else [f"{path}: tensors differ"]

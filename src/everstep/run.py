@@ -22,16 +22,19 @@ from everstep.capture import loader as loaders
 from everstep.capture.capture import Capture, Destination
 from everstep.capture.offload import DURABILITIES
 from everstep.capture.snapshot import Snapshot
+from everstep.capture.tap import NEVER_REPLAYED
 from everstep.errors import (
     EverstepError,
     InexactWarning,
     NothingToRestoreError,
+    ReplayError,
     StepNotFoundError,
     StorageError,
     UnprotectedWarning,
     UsageError,
 )
 from everstep.fingerprint import differences, fingerprint
+from everstep.fold import class_name, find_class
 from everstep.follow.keeper import Keeper
 from everstep.format.documents import GenerationDocument, RunDocument, TimelineDocument
 from everstep.naming import named, take_inventory
@@ -45,6 +48,8 @@ from everstep.store.retention import Retention
 from everstep.store.runs import Listing, RunPath, WriterLock, describe_writer, read_listing
 
 MODES = ("delta",)
+PACE_AFTER = 50
+"""Steps after which the measured pace is told."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +149,10 @@ class Run:
         self._commits = 0
         atexit.register(self._at_exit)
         self._say(self._attach_line(inventory))
+        for name, optimizer in self._optimizers.items():
+            note = _note_on(optimizer)
+            if note:
+                self._say(f"everstep: optimizer {name!r}: {note}")
 
     # -- the public face ----------------------------------------------------------------------------------------------
 
@@ -330,7 +339,7 @@ class Run:
         self._saved_position = cursor["data"]
         self._restored = restored
         self._last_cursor = {**cursor, "rng": rng.capture()}
-        if fork or restored.fingerprint.get("torch") != fingerprint()["torch"]:
+        if fork or _computes_differently(restored.fingerprint):
             self._take_base()
         else:
             self._base_ready = True
@@ -375,6 +384,7 @@ class Run:
         """Open the next generation and start watching."""
         inventory = take_inventory(self._models, self._optimizers)
         generation = max(listing.generations(), default=0) + 1
+        self._path.clean(timeline)
         own = fingerprint()
         self._path.write_layout(timeline, inventory.layout)
         self._path.write_generation(
@@ -463,6 +473,8 @@ class Run:
         keeper = self._keeper
         assert keeper is not None
         self._restored = None if self._saved_position is None else self._restored
+        if self._commits == PACE_AFTER:
+            self._say(self._pace_line(capture))
         if self._rebase:
             self._rebase = False
             self._take_base()
@@ -580,6 +592,15 @@ class Run:
         if not self._options.quiet:
             print(text, file=sys.stderr, flush=True)
 
+    def _pace_line(self, capture: Capture) -> str:
+        a_step = self._log.bytes_written / self._commits
+        a_day = a_step * 86400 / max(capture.step_s, 1e-6)
+        days = shutil.disk_usage(self._path.path).free / max(a_day, 1.0)
+        return (
+            f"everstep: {self.path} · {a_step / 1e6:.2f} MB a step, {capture.step_s * 1e3:.1f} ms a step: "
+            f"{a_day / 1e9:.1f} GB a day before retention, disk full in {days * 24:.1f} h without it"
+        )
+
     def _attach_line(self, inventory: Any) -> str:
         step_bytes = sum(
             t.numel() * t.element_size() for t in inventory.params().values() if t.requires_grad
@@ -590,6 +611,29 @@ class Run:
             f"{free / 1e9:.0f} GB free ({free // max(step_bytes, 1):,} steps without retention) · "
             f"keeps {self._options.retention}"
         )
+
+
+def _note_on(optimizer: Optimizer) -> str:
+    """What is special about storing this optimizer; empty for most."""
+    name = class_name(type(optimizer))
+    if name in NEVER_REPLAYED:
+        return f"{name} cannot be replayed from gradients: its results are stored at every step, which costs more bytes"
+    if name.startswith("torch.optim."):
+        return ""
+    try:
+        find_class(name)
+    except ReplayError:
+        return (
+            f"{name} is not torch's: bases come from the trainer, and restoring needs the live optimizer. "
+            "everstep.register(YourOptimizer) lets followers and everstep.open() replay it"
+        )
+    return ""
+
+
+def _computes_differently(recorded: dict[str, Any]) -> bool:
+    """Whether frames written before must not be replayed together with those to come."""
+    now = fingerprint()
+    return any(recorded.get(k) != now[k] for k in ("torch", "device", "capability", "deterministic"))
 
 
 def launch_id() -> str:

@@ -90,7 +90,9 @@ class Family:
         return bool(self.options.get("fused"))
 
     def __call__(self, groups: Iterable[Any]) -> Optimizer:
-        return self.cls(groups, **self.options)
+        # Schedulers write into a tensor that is a learning rate.
+        options = {k: v.clone() if isinstance(v, Tensor) else v for k, v in self.options.items()}
+        return self.cls(groups, **options)
 
 
 def _families() -> dict[str, Family]:
@@ -408,6 +410,9 @@ def _data(*shape: int) -> torch.Generator:
 # ------------------------------------------------------------------------------------------ set-ups
 
 
+OWN_SETTINGS = {"limit": float("inf"), "kind": "biases", "range": (0, None)}
+
+
 def mlp(seed: int, family: Family, options: Options) -> Training:
     """A classifier; weights and biases in two groups with settings of their own."""
     seed_all(seed)
@@ -421,7 +426,7 @@ def mlp(seed: int, family: Family, options: Options) -> Training:
         weights = [p for p in model.parameters() if p.dim() > 1]
         biases = [p for p in model.parameters() if p.dim() == 1]
         lr = family.options.get("lr", 0.01)
-        optimizers = _optimizers(family, [{"params": weights}, {"params": biases, "lr": lr * 2, "name": "biases"}])
+        optimizers = _optimizers(family, [{"params": weights}, {"params": biases, "lr": lr * 2, **OWN_SETTINGS}])
     else:
         optimizers = _optimizers(family, list(model.parameters()))
 

@@ -151,7 +151,7 @@ class Tap:
         self.param_bytes = sum(p.numel() * p.element_size() for p in self.params)
         self._hyper_bytes = self._encode_hyper()
         self._hyper_values: list[Any] = []
-        self.recorded_hyper = tree.freeze(self.hyper(), path=self.name)
+        self.recorded_hyper: list[dict[str, Any]] = tree.freeze(self.hyper(), path=self.name)
 
     def groups_changed(self) -> bool:
         """Whether parameters were added, removed or regrouped."""
@@ -178,7 +178,7 @@ class Tap:
             return None
 
     def groups_item(self) -> PendingGroups:
-        self.recorded_hyper: list[dict[str, Any]] = tree.freeze(self.hyper(), path=self.name)
+        self.recorded_hyper = tree.freeze(self.hyper(), path=self.name)
         return PendingGroups(self.name, self.recorded_hyper, list(self.group_uids))
 
     def changed_groups(self) -> list[Item]:

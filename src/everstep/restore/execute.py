@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -34,7 +35,6 @@ class Restored:
     plan: Plan
     proven: bool
     """Every piece of S(step) has the hash that the trainer recorded (or comes from a base as it was written)."""
-    num_threads: int
     fingerprint: dict[str, Any]
 
 
@@ -55,22 +55,19 @@ def restore(
 def _execute(line: Line, plan: Plan, live: Live | None, num_workers: int, progress: Progress | None) -> Restored:
     frames, readers = open_frames(line, plan)
     try:
-        state, first = load_base(plan, num_workers), plan.base.fingerprint
-        fingerprint = _fingerprint(line, plan) or first
-        threads = int(fingerprint.get("num_threads", 1))
+        state = load_base(plan, num_workers)
         if frames:
             told = None if progress is None else (lambda done, total: progress("replay", done, total))
-            folder = Folder(
-                find_layout=layout_finder(line), live=live, num_threads=threads, num_workers=num_workers, progress=told,
-            )  # fmt: skip
-            folder.fold(state, frames)
+            for threads, part in groupby(frames, lambda f: num_threads(line, f)):
+                Folder(
+                    find_layout=layout_finder(line), live=live, num_threads=threads, num_workers=num_workers, progress=told,
+                ).fold(state, list(part))  # fmt: skip
             state.cursor = frames[-1].cursor()
             bad = audit(state, frames[-1].footer, num_workers)
             if bad:
                 raise _audit_error(line, plan, live, bad)
-        return Restored(
-            state, plan, not frames or frames[-1].footer.audit_complete, threads, fingerprint
-        )
+        recorded = _fingerprint(line, plan) or plan.base.fingerprint
+        return Restored(state, plan, not frames or frames[-1].footer.audit_complete, recorded)
     finally:
         for reader in readers:
             reader.close()
@@ -82,6 +79,12 @@ def _fingerprint(line: Line, plan: Plan) -> dict[str, Any]:
         if header is not None:
             return header.fingerprint
     return {}
+
+
+def num_threads(line: Line, frame: StoredFrame) -> int:
+    """Of the process that wrote this frame."""
+    header = line.segments[frame.entry.path].header
+    return 1 if header is None else int(header.fingerprint.get("num_threads", 1))
 
 
 def open_frames(line: Line, plan: Plan) -> tuple[list[StoredFrame], list[files.Reader]]:
@@ -204,10 +207,8 @@ def first_bad_step(line: Line, plan: Plan, live: Live | None) -> tuple[int, list
     frames, readers = open_frames(line, plan)
     try:
         state = load_base(plan, 1)
-        threads = int(_fingerprint(line, plan).get("num_threads", 1))
-        folder = Folder(find_layout=layout_finder(line), live=live, num_threads=threads)
         for frame in frames:
-            folder.fold(state, [frame])
+            Folder(find_layout=layout_finder(line), live=live, num_threads=num_threads(line, frame)).fold(state, [frame])
             bad = audit(state, frame.footer)
             if bad:
                 return frame.step, bad

@@ -21,6 +21,7 @@ from everstep.restore.execute import (
     check_chain,
     layout_finder,
     load_base,
+    num_threads,
     open_frames,
     restore,
 )
@@ -61,13 +62,15 @@ class Report:
 class History:
     """Every restorable step of a run. Reads only; needs no model; never unpickles."""
 
-    def __init__(self, run: str | os.PathLike[str]) -> None:
+    def __init__(self, run: str | os.PathLike[str], *, timeline: int | None = None) -> None:
+        """`timeline`: which line to look at where a call does not say; None: the newest."""
         self._path = RunPath(run)
+        self._timeline = timeline
         self._path.must_exist()
         self._path.read_run()
 
     def _line(self, timeline: int | None = None) -> Line:
-        return line_of(read_listing(self._path), timeline=timeline)
+        return line_of(read_listing(self._path), timeline=self._timeline if timeline is None else timeline)
 
     @property
     def path(self) -> str:
@@ -75,12 +78,8 @@ class History:
 
     @property
     def steps(self) -> list[int]:
-        """Every restorable step of the newest line, ancestors included."""
+        """Every restorable step of the line, ancestors included."""
         return self._line().steps()
-
-    def steps_of(self, timeline: int) -> list[int]:
-        """Every restorable step of another timeline's newest line."""
-        return self._line(timeline).steps()
 
     @property
     def timelines(self) -> list[int]:
@@ -210,11 +209,8 @@ def _replay(report: Report, line: Line, plan: Plan) -> None:
         check_chain(frames)
         state = load_base(plan, os.cpu_count() or 1)
         report.proven_step = state.step
-        threads = {f.path: line.segments[f.path].header for f in plan.frames}
         for frame in frames:
-            header = threads[frame.entry.path]
-            num_threads = int(header.fingerprint.get("num_threads", 1)) if header is not None else 1
-            Folder(find_layout=layout_finder(line), num_threads=num_threads).fold(state, [frame])
+            Folder(find_layout=layout_finder(line), num_threads=num_threads(line, frame)).fold(state, [frame])
             bad = audit(state, frame.footer)
             if bad:
                 report.problems.append(
@@ -227,6 +223,6 @@ def _replay(report: Report, line: Line, plan: Plan) -> None:
             reader.close()
 
 
-def open_run(run: str | os.PathLike[str]) -> History:
-    """Open a run to read it. NotARunError if there is none."""
-    return History(run)
+def open_run(run: str | os.PathLike[str], *, timeline: int | None = None) -> History:
+    """Open a run to read it: its newest line, or that of one timeline. NotARunError if there is no run."""
+    return History(run, timeline=timeline)

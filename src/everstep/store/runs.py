@@ -136,6 +136,17 @@ class RunPath:
         for folder in sorted(folders, reverse=True):
             files.sync_dir(folder)
 
+    def clean(self, timeline: int) -> None:
+        """Remove what crashes have left unfinished: bases without a manifest, temporary files. Only for the writer."""
+        for name in files.listing(self.bases(timeline)):
+            folder = os.path.join(self.bases(timeline), name)
+            if os.path.isdir(folder) and bases.MANIFEST not in files.listing(folder):
+                files.remove_dir(folder)
+        for folder in (self.path, self.timeline(timeline), self.generations(timeline), self.layouts(timeline)):
+            for name in files.listing(folder):
+                if name.endswith(".tmp"):
+                    files.remove(os.path.join(folder, name))
+
     def read_layout(self, layout_id: str, timelines: list[int]) -> Layout:
         """A layout by its id, wherever it was written."""
         for timeline in timelines:
