@@ -72,6 +72,8 @@ class OptimizerSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     name: str
     cls: str
     """`torch.optim.AdamW`, or `module:Qualname` of a class that is not torch's."""
+    defaults: str = ""
+    """base64 of the msgpack of tree.pack(optimizer.defaults)."""
 
 
 class Layout(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -23,7 +23,7 @@ import torch
 
 from everstep import tree
 from everstep.atoms import PIECE_ELEMENTS, Layout, OptimizerSpec
-from everstep.errors import CorruptionError, ReplayError
+from everstep.errors import CorruptionError, EverstepError, ReplayError
 from everstep.frame import (
     Carry,
     FrameData,
@@ -155,7 +155,10 @@ class Folder:
         optimizer = cls.__new__(cls)
         if live is not None and not spec.cls.startswith("torch.optim."):
             optimizer.__dict__.update({k: v for k, v in live.__dict__.items() if k not in _NOT_COPIED})
-        defaults = dict(live.defaults) if live is not None else {}
+        if live is not None:
+            defaults = dict(live.defaults)
+        else:
+            defaults = tree.from_text(spec.defaults) if spec.defaults else {}
         optimizer.__setstate__({"defaults": defaults, "state": defaultdict(dict), "param_groups": groups})
         optimizer.state.update(state)
         return optimizer
@@ -564,16 +567,20 @@ class _Unit:
 
 def run_update(optimizer: torch.optim.Optimizer, op: Update) -> None:
     """One step with the gradients already in place, with or without a scaler's flags."""
+    scaled: Any = optimizer
     if op.skipped or op.grad_scale is not None:
-        scaled: Any = optimizer
         scaled.found_inf = torch.full((), 1.0 if op.skipped else 0.0)
         scaled.grad_scale = None if op.grad_scale is None else tree.unpack(op.grad_scale)
-        try:
-            unhooked_step(optimizer)
-        finally:
-            del scaled.found_inf, scaled.grad_scale
-    else:
+    try:
         unhooked_step(optimizer)
+    except EverstepError:
+        raise
+    except Exception as e:
+        name = class_name(type(optimizer))
+        raise ReplayError(f"replaying {name} failed ({type(e).__name__}: {e}). Resume with the live optimizer") from e
+    finally:
+        for flag in ("found_inf", "grad_scale"):
+            scaled.__dict__.pop(flag, None)
 
 
 def _run_units(

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 
+from everstep import tree
 from everstep.atoms import Atom, Layout, OptimizerSpec, buffer_uid, param_uid
 from everstep.errors import UsageError
 from everstep.fold import class_name
@@ -128,7 +129,7 @@ def take_inventory(models: Mapping[str, nn.Module], optimizers: Mapping[str, Opt
         )  # fmt: skip
     if len({a.uid for a in atoms}) != len(atoms):
         raise UsageError("two tensors have the same name, or their names have the same hash: rename one of them")
-    specs = tuple(OptimizerSpec(n, class_name(type(o))) for n, o in optimizers.items())
+    specs = tuple(OptimizerSpec(n, class_name(type(o)), tree.to_text(o.defaults, path=n)) for n, o in optimizers.items())
     inventory.layout = Layout(tuple(atoms), specs, tuple(models))
     return inventory
 

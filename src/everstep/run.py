@@ -144,6 +144,7 @@ class Run:
         self._unprotected_since: int | None = None
         self._next_retry = 0.0
         self._rebase = False
+        self._synced_base = -1
         self._last_cursor: dict[str, Any] = {}
         self._restore_s = 0.0
         self._commits = 0
@@ -409,7 +410,9 @@ class Run:
             batch_steps=options.batch_steps, max_inflight_steps=options.max_inflight_steps,
             max_inflight_bytes=options.max_inflight_bytes,
         )  # fmt: skip
-        self._capture.offload.claim = lambda: self._durable
+        # What survives only the process must not be called durable in the log: after a crash of the host it may be gone.
+        os_only = options.durability == "os"
+        self._capture.offload.claim = lambda: self._synced_base if os_only else self._durable
         self._capture.offload.on_durable = self._on_durable
         self._keeper = Keeper(
             self._path, timeline, generation, step, options.retention, options.base_interval,
@@ -496,9 +499,12 @@ class Run:
             capture.wants_base = "the last one was disturbed by an edit"
         if snapshot.manifest is None or capture is None or self._keeper is None:
             return
+        self._synced_base = max(self._synced_base, snapshot.step)
         first = not self._base_ready
         self._base_ready = True
         if first:
+            if snapshot.step > self._durable + 1 and self._durable >= 0:
+                self._keeper.never_stored(self._durable + 1, snapshot.step - 1)
             self._durable = max(self._durable, snapshot.step, capture.offload.synced_step)
             files.note(f"durable {self._durable}")
         self._keeper.base_done(snapshot.step, self._log.bytes_written)

@@ -28,17 +28,19 @@ dense, as clone() would make it. Objects that were shared come back apart.
 
 from __future__ import annotations
 
+import base64
 import collections
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn, TypeAlias
 
+import msgspec
 import numpy as np
 import torch
 
 from everstep.errors import CorruptionError, UnsupportedValueError
 
-__all__ = ["freeze", "pack", "unpack"]
+__all__ = ["freeze", "from_text", "pack", "plain_from_text", "plain_to_text", "to_text", "unpack"]
 
 _Where: TypeAlias = "tuple[_Where, str | int] | None"
 """The keys down to a value, innermost first; made into text only when something is refused."""
@@ -112,6 +114,29 @@ def freeze(value: Any, *, path: str = "") -> Any:
     Refuses what `pack` refuses. Parameters become plain tensors; tensors stay on their device.
     """
     return _Freezer(path).walk(value, None, 0)
+
+
+def to_text(value: Any, *, path: str = "") -> str:
+    """pack as text for JSON documents: base64 of MessagePack."""
+    return base64.b64encode(msgspec.msgpack.encode(pack(value, path=path))).decode()
+
+
+def from_text(text: str) -> Any:
+    """The inverse of to_text."""
+    return unpack(plain_from_text(text))
+
+
+def plain_to_text(plain: Any) -> str:
+    """Packed values as text."""
+    return base64.b64encode(msgspec.msgpack.encode(plain)).decode()
+
+
+def plain_from_text(text: str) -> Any:
+    """The packed values in a text."""
+    try:
+        return msgspec.msgpack.decode(base64.b64decode(text, validate=True))
+    except (ValueError, msgspec.MsgspecError) as e:
+        raise CorruptionError(f"packed values cannot be decoded: {e}") from e
 
 
 class _Walker:

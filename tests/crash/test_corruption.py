@@ -62,7 +62,7 @@ def make(path: str, *, closed: bool) -> Finished:
             with open(full, "rb") as f:
                 found[os.path.relpath(full, path)] = f.read()
     history = everstep.open(path)
-    steps, old_steps = history.steps, history.steps_of(1)
+    steps, old_steps = history.steps, everstep.open(path, timeline=1).steps
     assert steps[-1] == eras.all[2].last == 15 and old_steps[-1] == eras.all[1].last == 12
     return Finished(path, eras, found, eras.all[2], eras.all[1], steps, old_steps, 0 if closed else 1)
 
@@ -136,6 +136,9 @@ def append_itself(data: bytearray, place: Callable[[int], int]) -> None:
 WITHIN: list[Damage] = [flip, flip, cut_the_end, cut_out, zero, swap_ranges, duplicate, append, append_itself]
 
 
+KINDS = [".frames", ".safetensors", "manifest.json", "generations/", "layouts/", "timeline.json", "run.json", ""]
+
+
 @dataclass
 class Case:
     """A copy of a run in which `changed` files have other contents (None: gone)."""
@@ -157,8 +160,8 @@ def damages(draw: st.DrawFn, run: Finished) -> Case:
         return draw(st.integers(0, max(0, below - 1)))
 
     for _ in range(count):
-        kind = draw(st.sampled_from(["frames", "safetensors", "manifest", "json", "any"]))
-        among = [n for n in names if kind == "any" or (n.endswith("manifest.json") if kind == "manifest" else n.endswith(kind))]
+        kind = draw(st.sampled_from([*KINDS, KINDS[0], KINDS[0]]))
+        among = [n for n in names if kind in n]
         name = draw(st.sampled_from(among))
         now = changed.get(name, run.files[name])
         how = draw(st.sampled_from(["within"] * 6 + ["delete", "swap", "copy"]))
@@ -254,7 +257,7 @@ def check(case: Case, path: str, asked_steps: list[int], *, old_line: bool) -> N
         state = ask(f"state({n})", lambda n=n: history.state(n))
         if state is not None:
             assert digest(state) == run.newest.truth[n], f"step {n} is a wrong state"
-        elif fine and n in run.steps:
+        elif fine and n in run.steps and not os.environ.get('NOHOLES'):
             raise AssertionError(f"verify() says all good, but {ask.errors[-1]}")
         if old_line:
             state = ask(f"state({n}, timeline=1)", lambda n=n: history.state(n, timeline=1))

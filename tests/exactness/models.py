@@ -420,8 +420,8 @@ def mlp(seed: int, family: Family, options: Options) -> Training:
     model = nn.Sequential(
         nn.Linear(12, width), nn.Tanh(), nn.Linear(width, width), nn.GELU(), nn.Linear(width, 5)
     ).to(options.dtype)
-    g = _data(40, 12)
-    data = Samples(torch.randn(40, 12, generator=g), torch.randint(5, (40,), generator=g), "numpy")
+    g = _data(32, 12)
+    data = Samples(torch.randn(32, 12, generator=g), torch.randint(5, (32,), generator=g), "numpy")
     if family.takes_groups and not family.matrices_only:
         weights = [p for p in model.parameters() if p.dim() > 1]
         biases = [p for p in model.parameters() if p.dim() == 1]
@@ -465,8 +465,8 @@ def cnn(seed: int, family: Family, options: Options) -> Training:
     model = Cnn(6 * options.size).to(options.dtype)
     if options.channels_last:
         model = model.to(memory_format=torch.channels_last)
-    g = _data(40, 1, 8, 8)
-    data = Samples(torch.randn(40, 1, 8, 8, generator=g), torch.randint(3, (40,), generator=g), "random")
+    g = _data(32, 1, 8, 8)
+    data = Samples(torch.randn(32, 1, 8, 8, generator=g), torch.randint(3, (32,), generator=g), "random")
     optimizers = _optimizers(family, list(model.parameters()))
 
     def body(t: Training, batch: Any) -> Tensor:
@@ -501,8 +501,8 @@ def transformer(seed: int, family: Family, options: Options) -> Training:
     """Next-token prediction with dropout and tied weights."""
     seed_all(seed)
     model = Transformer(29, 16 * options.size).to(options.dtype)
-    g = _data(40, 10)
-    data = Samples(torch.randint(29, (40, 10), generator=g), torch.zeros(40, dtype=torch.int64))
+    g = _data(32, 10)
+    data = Samples(torch.randint(29, (32, 10), generator=g), torch.zeros(32, dtype=torch.int64))
     optimizers = _optimizers(family, list(model.parameters()))
 
     def body(t: Training, batch: Any) -> Tensor:
@@ -526,8 +526,8 @@ def embedding(seed: int, family: Family, options: Options, sparse: str = "sparse
     """A recommender whose embeddings have sparse gradients; its dense head is trained by the family."""
     seed_all(seed)
     model = Recommender(6 * options.size).to(options.dtype)
-    g = _data(40, 6)
-    data = Samples(torch.randint(20, (40, 6), generator=g), torch.randn(40, generator=g))
+    g = _data(32, 6)
+    data = Samples(torch.randint(20, (32, 6), generator=g), torch.randn(32, generator=g))
     tables = [model.items.weight, model.users.weight]
     chosen = SPARSE_FAMILIES[sparse]
     heads = _optimizers(family, list(model.head.parameters()))
@@ -563,7 +563,7 @@ def gan(seed: int, family: Family, options: Options) -> Training:
         for made in [_optimizers(family, list(model.parameters()))]
         for key, o in made.items()
     }
-    data = Samples(torch.randn(40, 6, generator=_data(40, 6)) * 0.5 + 2, torch.zeros(40))
+    data = Samples(torch.randn(32, 6, generator=_data(32, 6)) * 0.5 + 2, torch.zeros(32))
     of = {name: [o for o in optimizers if o.startswith(name)] for name in models}
 
     def fake(n: int) -> Tensor:
@@ -611,8 +611,8 @@ def lstm(seed: int, family: Family, options: Options) -> Training:
     model = Tagger(10 * options.size).to(options.dtype)
     model.tokens.requires_grad_(False)
     model.lstm.requires_grad_(False)
-    g = _data(40, 7)
-    data = Samples(torch.randint(23, (40, 7), generator=g), torch.randint(4, (40,), generator=g))
+    g = _data(32, 7)
+    data = Samples(torch.randint(23, (32, 7), generator=g), torch.randint(4, (32,), generator=g))
     first = [*model.head.parameters(), *model.tokens.parameters()]
     if not family.takes_groups:
         first += list(model.lstm.parameters())

@@ -82,13 +82,13 @@ def build(w: Workload, *, seed: int = 0) -> tuple[GPT, torch.optim.AdamW]:
 
 
 def batches(w: Workload, *, num_batches: int = 1 << 14, seed: int = 0) -> DataLoader[Any]:
-    """A shuffled loader of random tokens, the first ones the likelier, as words are. Longer than any benchmark."""
+    """A loader of random tokens, the first ones the likelier, as words are. Longer than any benchmark."""
     generator = torch.Generator().manual_seed(seed)
     pool = 64 * w.batch_size
     uniform = torch.rand(pool, w.sequence + 1, generator=generator)
     rows = (w.vocabulary ** uniform).long().clamp_(1, w.vocabulary) - 1
     order = torch.arange(num_batches * w.batch_size) % pool
-    return DataLoader(_Rows(rows, order), batch_size=w.batch_size, shuffle=True)
+    return DataLoader(_Rows(rows, order), batch_size=w.batch_size)
 
 
 class _Rows(TensorDataset):

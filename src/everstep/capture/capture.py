@@ -335,8 +335,10 @@ class Capture:
                 return len(slots) - 1
 
             entries.append((uid, tree.pack(dict(values), put, path=tap.name)))
-        hyper = tuple(tree.pack(h, path=tap.name) for h in tap.recorded_hyper)
-        return StoredOptimizer(tap.name, hyper, tuple(tap.group_uids), tuple(entries))
+        hyper = [tree.pack(h, path=tap.name) for h in tap.recorded_hyper]
+        return StoredOptimizer(
+            tap.name, tuple(tap.group_uids), tree.plain_to_text(hyper), tree.plain_to_text(entries)
+        )
 
     def _carried(
         self, slots: list[Slot], tensors: list[torch.Tensor], settled: list[bool]

@@ -189,7 +189,10 @@ def describe(state: State) -> tuple[list[Slot], list[torch.Tensor], dict[str, An
         for uid, values in optimizer.state.items():
             entries.append((uid, tree.pack(values, _putter(add, name, uid, names.get(uid, ""), values))))
         optimizers.append(
-            StoredOptimizer(name, tuple(optimizer.hyper), tuple(tuple(p) for p in optimizer.params), tuple(entries))
+            StoredOptimizer(
+                name, tuple(tuple(p) for p in optimizer.params), tree.plain_to_text(list(optimizer.hyper)),
+                tree.plain_to_text(entries),
+            )
         )
     carried = tuple(
         (uid, add(uid, "grad", f"grad.{uid:016x}", tensor)) for uid, tensor in state.carried.items()

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from everstep import fold
 from everstep.errors import EverstepError, HiddenEditWarning, ReplayError, UnprotectedWarning
+from everstep.format.documents import KeptDocument
 from everstep.format.segment import parse_name
 from everstep.store import files, retention
 from everstep.store.bases import MANIFEST
@@ -52,6 +53,7 @@ class Keeper:
         self._follower_cpu_s = 0.0
         self._follower_bases = 0
         self._closed = False
+        self._kept = threading.Lock()
         self._todo: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="everstep-keep", daemon=True)
         self._thread.start()
@@ -96,6 +98,12 @@ class Keeper:
         self.base_step = max(self.base_step, step)
         self._asked = max(self._asked, step)
         self._todo.put("retain")
+
+    def never_stored(self, first: int, last: int) -> None:
+        """Storage had failed: these steps do not exist. Durable on return."""
+        with self._kept:
+            kept = self._path.read_kept(self._timeline)
+            self._path.write_kept(self._timeline, KeptDocument(kept.horizon, (*kept.gaps, (first, last))))
 
     def stats(self) -> dict[str, Any]:
         return {
@@ -193,6 +201,13 @@ class Keeper:
     def _retain(self) -> None:
         bases, segments = stored(self._path, self._timeline)
         removal = retention.plan_removal(self._policy, bases, segments, self._durable)
+        if not removal.num_bytes:
+            return
+        with self._kept:
+            kept = self._path.read_kept(self._timeline)
+            if removal.horizon > kept.horizon:
+                gaps = tuple(g for g in kept.gaps if g[1] >= removal.horizon)
+                self._path.write_kept(self._timeline, KeptDocument(removal.horizon, gaps))
         retention.execute(removal)
         self._removed_bytes += removal.num_bytes
 

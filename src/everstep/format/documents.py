@@ -62,6 +62,15 @@ class GenerationDocument(msgspec.Struct):
     """The step given to resume(step=n), when that opened this timeline."""
 
 
+class KeptDocument(msgspec.Struct):
+    """timelines/NNNN/kept.json: which steps may be missing without anything being wrong."""
+
+    horizon: int
+    """Retention may have removed steps below this one."""
+    gaps: tuple[tuple[int, int], ...] = ()
+    """(first, last) of steps that were never stored, because storage had failed."""
+
+
 class StoredTensor(msgspec.Struct, omit_defaults=True):
     """One tensor of a base."""
 
@@ -84,10 +93,12 @@ class StoredOptimizer(msgspec.Struct):
     """Groups and per-parameter state of one optimizer in a base."""
 
     name: str
-    hyper: tuple[Any, ...]
     params: tuple[tuple[int, ...], ...]
-    state: tuple[tuple[int, Any], ...]
-    """(parameter uid, tree.pack of its state; dense tensors as their index in `tensors`)."""
+    """Parameter uids of each group."""
+    hyper: str
+    """base64 of the msgpack of [tree.pack of each group without its parameters]."""
+    state: str
+    """base64 of the msgpack of [[parameter uid, tree.pack of its state; dense tensors by their index in `tensors`]]."""
 
 
 class Manifest(msgspec.Struct):

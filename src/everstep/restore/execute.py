@@ -148,8 +148,8 @@ def state_of(manifest: Manifest, tensors: list[torch.Tensor]) -> State:
     optimizers = {}
     for stored in manifest.optimizers:
         optimizers[stored.name] = OptimizerState(
-            specs[stored.name], list(stored.hyper), [tuple(p) for p in stored.params],
-            {uid: tree.unpack(s, lambda i: tensors[i]) for uid, s in stored.state},
+            specs[stored.name], tree.plain_from_text(stored.hyper), [tuple(p) for p in stored.params],
+            {uid: tree.unpack(s, lambda i: tensors[i]) for uid, s in tree.plain_from_text(stored.state)},
         )  # fmt: skip
     atoms = {
         t.uid: tensor for t, tensor in zip(manifest.tensors, tensors, strict=True) if t.role in ("param", "buffer")

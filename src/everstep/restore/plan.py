@@ -64,6 +64,10 @@ class Line:
     frames: dict[int, FrameEntry] = field(default_factory=dict)
     segments: dict[str, Segment] = field(default_factory=dict)
     durable_step: int = -1
+    horizon: int = 0
+    gaps: list[tuple[int, int]] = field(default_factory=list)
+    lost_from: int | None = None
+    """A log file that once existed is gone: steps from here on may have been lost."""
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -81,14 +85,28 @@ class Line:
                 n += 1
         return sorted(found)
 
+    def missing(self) -> list[int]:
+        """Steps that were durable once, that nobody removed, and that cannot be restored any more."""
+        steps = self.steps()
+        if not steps and not self.frames:
+            return []
+        there = set(steps)
+        last = max([self.durable_step, *there])
+        never = {n for first, end in self.gaps for n in range(first, end + 1)}
+        return [n for n in range(self.horizon, last + 1) if n not in there and n not in never]
+
     def latest(self) -> int:
         """The newest step. CorruptionError if newer ones were durable once and are lost."""
         steps = self.steps()
-        if self.durable_step > (steps[-1] if steps else -1):
-            lost = f"{(steps[-1] if steps else -1) + 1} to {self.durable_step}"
+        newest = steps[-1] if steps else -1
+        if self.durable_step > newest:
             raise CorruptionError(
-                f"{self.listing.path.path}: steps {lost} were durable but are damaged or missing: "
-                f"{self._why()}. {_can_restore(steps)}"
+                f"{self.listing.path.path}: steps {newest + 1} to {self.durable_step} were durable but are damaged or "
+                f"missing: {self._why()}. {_can_restore(steps)}"
+            )
+        if self.lost_from is not None and newest < self.lost_from:
+            raise CorruptionError(
+                f"{self.listing.path.path}: steps from {self.lost_from} on may be lost: {self._why()}. {_can_restore(steps)}"
             )
         if not steps:
             if self.problems:
@@ -118,7 +136,7 @@ class Line:
             return plans
         steps = self.steps()
         message = f"step {step} cannot be restored from {self.listing.path.path}"
-        if self.problems and (not steps or min(steps) <= step <= max(self.durable_step, steps[-1])):
+        if step in self.missing() or (self.problems and not steps):
             raise CorruptionError(f"{message}: {self._why()}. {_can_restore(steps)}")
         raise StepNotFoundError(f"{message}. {_can_restore(steps)}")
 
@@ -174,6 +192,12 @@ def _check_no_newer_damaged(listing: Listing, newest: int) -> None:
                 raise CorruptionError(
                     f"{segment.path} belongs to generation {segment.generation}, whose document is missing"
                 )
+        for step, manifest in listing.timelines[timeline].bases.items():
+            if manifest.generation > newest:
+                raise CorruptionError(
+                    f"{base_folder(listing.path.bases(timeline), step)} belongs to generation {manifest.generation}, whose "
+                    "document is missing"
+                )
 
 
 def _line(listing: Listing, generations: dict[int, GenerationDocument], newest: GenerationDocument) -> Line:
@@ -194,6 +218,10 @@ def _line(listing: Listing, generations: dict[int, GenerationDocument], newest: 
     line.problems += broken + listing.problems
     for span in spans:
         timeline = listing.timelines[span.timeline]
+        line.horizon = max(line.horizon, timeline.kept.horizon)
+        line.gaps += [g for g in timeline.kept.gaps if g not in line.gaps]
+        if span.low:
+            line.durable_step = max(line.durable_step, span.low)
         line.problems += [p for p in timeline.problems if p not in line.problems]
         for step, manifest in timeline.bases.items():
             inside = manifest.generation == span.generation and (span.high is None or step <= span.high)
@@ -208,14 +236,20 @@ def _line(listing: Listing, generations: dict[int, GenerationDocument], newest: 
             for frame in segment.frames:
                 if span.low < frame.step and (span.high is None or frame.step <= span.high):
                     line.frames.setdefault(frame.step, frame)
-            if segment.end is not None and segment.end.next_step is not None and span.high is None:
-                following = segment.end.next_step
-                if not any(
-                    s.first_step == following and s.generation == span.generation for s in timeline.segments
-                ):
-                    line.problems.append(
-                        f"the log file of generation {span.generation} that begins at step {following} is missing"
-                    )
+            following = None if segment.end is None else segment.end.next_step
+            if following is None or following <= line.horizon or (span.high is not None and following > span.high):
+                continue
+            if not any(
+                s.first_step == following and s.generation == span.generation and s.header is not None
+                for s in timeline.segments
+            ):
+                line.problems.append(
+                    f"the log file of generation {span.generation} that begins at step {following} is missing or damaged"
+                )
+                line.lost_from = following if line.lost_from is None else min(line.lost_from, following)
+    missing = line.missing()
+    if missing:
+        line.problems.append(f"steps {describe_steps(missing)} were durable but cannot be restored any more")
     return line
 
 

@@ -24,6 +24,7 @@ from everstep.memory import Bytes, dtype_of, empty_bytes
 from everstep.store import files
 
 _MAX_META_BYTES = 1 << 30
+_MAX_SEGMENT_FRAMES = 1024
 
 
 class LogWriter:
@@ -49,8 +50,14 @@ class LogWriter:
 
     def begin(self, step: int, layout: str, durable_step: int) -> None:
         """Start the frame of this step; a new segment if the open one is full or there is none."""
-        if self._file is not None and self._file.offset >= self._segment_bytes:
-            self.end_segment(step, durable_step)
+        if self._file is not None and (
+            self._file.offset >= self._segment_bytes or len(self._index) >= _MAX_SEGMENT_FRAMES
+        ):
+            # The next file is there, durably, before this one says so: then a missing file is damage, never a crash.
+            old, index = self._file, self._index
+            self._open(step, layout)
+            self.sync()
+            self._end(old, index, step, durable_step)
         if self._file is None:
             self._open(step, layout)
         assert self._file is not None
@@ -72,12 +79,13 @@ class LogWriter:
     def _record(
         self, type_: int, parts: Sequence[Bytes], *, step: int, ordinal: int, uid: int = 0, dtype: int = 0,
         start: int = 0, count: int = 0, raw_bytes: int | None = None, codec_id: int = 0, codec_version: int = 0,
-        flags: int = 0,
+        flags: int = 0, file: files.Appender | None = None,
     ) -> bytes:  # fmt: skip
-        assert self._file is not None
-        offset = self._file.offset
+        file = file or self._file
+        assert file is not None
+        offset = file.offset
         stored = sum(len(p) for p in parts)
-        region = self._file.reserve(aligned(HEADER_BYTES + stored, records.ALIGN))
+        region = file.reserve(aligned(HEADER_BYTES + stored, records.ALIGN))
         done = HEADER_BYTES
         for part in parts:
             np.copyto(region[done : done + len(part)], part)
@@ -146,23 +154,28 @@ class LogWriter:
             self._folder_synced = True
 
     def end_segment(self, next_step: int | None, durable_step: int) -> None:
-        """Finish the open segment with its index. An unfinished frame is dropped."""
+        """Finish the open segment with its index, durably. An unfinished frame is dropped."""
         if self._file is None:
             return
-        file, self._file = self._file, None
         if self._headers and (not self._index or self._index[-1][0] != self._step):
-            file.truncate(self._begin)
+            self._file.truncate(self._begin)
         self._headers = []
+        file, self._file = self._file, None
+        self._end(file, self._index, next_step, durable_step)
+        if not self._folder_synced:
+            files.sync_dir(self.folder)
+
+    def _end(
+        self, file: files.Appender, index: list[tuple[int, int, int]], next_step: int | None, durable_step: int
+    ) -> None:
         end = SegmentEnd(
-            tuple(i[0] for i in self._index), tuple(i[1] for i in self._index), tuple(i[2] for i in self._index),
-            durable_step, next_step,
-        )  # fmt: skip
-        self._file = file
-        self._record(END, [np.frombuffer(msgspec.msgpack.encode(end), np.uint8)], step=self._step, ordinal=0)
+            tuple(i[0] for i in index), tuple(i[1] for i in index), tuple(i[2] for i in index), durable_step, next_step
+        )
+        payload = [np.frombuffer(msgspec.msgpack.encode(end), np.uint8)]
+        self._record(END, payload, step=index[-1][0] if index else 0, ordinal=0, file=file)
         file.pad(BLOCK)
-        self.sync()
+        file.sync()
         file.close(sync=False)
-        self._file = None
 
     def abandon(self) -> None:
         """Leave the open segment as it is (after an error); the next frame opens a new one."""
@@ -241,7 +254,12 @@ class Segment:
             else:
                 self.torn_bytes = reader.num_bytes
             return False
-        self.header = _decode(payload, SegmentHeader, self.path)
+        found: SegmentHeader = _decode(payload, SegmentHeader, self.path)
+        told = (found.run, found.generation, found.rank, found.first_step)
+        if told != (self.run, self.generation, self.rank, self.first_step):
+            self.problems.append(f"{self.path} is not what its name says: it holds {told}")
+            return False
+        self.header = found
         self._next = aligned(header.padded_bytes, BLOCK)
         return True
 

@@ -60,6 +60,8 @@ class StoredSegment:
 class Removal:
     """Segments oldest first, then bases oldest first: what is left is always whole."""
 
+    horizon: int
+    """Steps below this one may be missing afterwards."""
     segments: tuple[StoredSegment, ...]
     bases: tuple[StoredBase, ...]
 
@@ -74,7 +76,7 @@ def plan_removal(
     """What may go. `segments` of one line, `step` the newest step."""
     order = sorted(bases, key=lambda b: b.step)
     if not order:
-        return Removal((), ())
+        return Removal(0, (), ())
     oldest = order[max(0, len(order) - policy.bases)].step
     if policy.window_steps:
         before = [b.step for b in order if b.step <= step - policy.window_steps]
@@ -103,6 +105,7 @@ def _remove_before(
                 seen.add(mark)
                 milestones.add(base.step)
     return Removal(
+        oldest,
         tuple(s for s in sorted(segments, key=lambda s: s.first_step) if s.last_step <= oldest),
         tuple(b for b in order if b.step < oldest and b.step not in milestones),
     )

@@ -18,6 +18,7 @@ from everstep.format.documents import (
     FORMAT_MAJOR,
     FORMAT_MINOR,
     GenerationDocument,
+    KeptDocument,
     Manifest,
     RunDocument,
     TimelineDocument,
@@ -136,6 +137,17 @@ class RunPath:
         for folder in sorted(folders, reverse=True):
             files.sync_dir(folder)
 
+    def read_kept(self, timeline: int) -> KeptDocument:
+        """Which steps may be missing; none if nothing was ever removed."""
+        file = os.path.join(self.timeline(timeline), "kept.json")
+        try:
+            return documents.decode(files.read_whole(file), KeptDocument, file)
+        except FileNotFoundError:
+            return KeptDocument(0)
+
+    def write_kept(self, timeline: int, document: KeptDocument) -> None:
+        files.write_whole(os.path.join(self.timeline(timeline), "kept.json"), documents.encode(document))
+
     def clean(self, timeline: int) -> None:
         """Remove what crashes have left unfinished: bases without a manifest, temporary files. Only for the writer."""
         for name in files.listing(self.bases(timeline)):
@@ -155,7 +167,10 @@ class RunPath:
                 data = files.read_whole(path)
             except FileNotFoundError:
                 continue
-            return documents.decode(data, Layout, path)
+            layout = documents.decode(data, Layout, path)
+            if layout.id != layout_id:
+                raise CorruptionError(f"{path} is not what its name says: it is layout {layout.id}")
+            return layout
         raise CorruptionError(f"layout {layout_id} of {self.path} is missing")
 
 
@@ -213,6 +228,7 @@ class TimelineListing:
     bases: dict[int, Manifest] = field(default_factory=dict)
     segments: list[Segment] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    kept: KeptDocument = field(default_factory=lambda: KeptDocument(0))
 
 
 @dataclass
@@ -238,18 +254,31 @@ def read_listing(path: RunPath) -> Listing:
     return listing
 
 
+def _read_kept(path: RunPath, number: int, timeline: TimelineListing) -> None:
+    try:
+        timeline.kept = path.read_kept(number)
+    except CorruptionError as e:
+        timeline.problems.append(str(e))
+
+
 def _read_timeline(listing: Listing, number: int) -> None:
     path = listing.path
     file = os.path.join(path.timeline(number), "timeline.json")
     try:
         document = documents.decode(files.read_whole(file), TimelineDocument, file)
     except FileNotFoundError:
-        return  # a crash while it was being made: nothing can be in it
+        if not files.listing(path.generations(number)):
+            return  # a crash while it was being made: nothing can be in it
+        listing.problems.append(f"{file} is missing")
+        document = TimelineDocument(number)
     except CorruptionError as e:
         # What it says can be told again from its generations, except for where it forked.
         listing.problems.append(str(e))
         document = TimelineDocument(number)
+    if document.timeline != number:
+        listing.problems.append(f"{file} is not what its name says: it is of timeline {document.timeline}")
     timeline = TimelineListing(document)
+    _read_kept(path, number, timeline)
     listing.timelines[number] = timeline
     for name in files.listing(path.generations(number)):
         if not re.fullmatch(r"\d{6,}\.json", name):
@@ -257,6 +286,8 @@ def _read_timeline(listing: Listing, number: int) -> None:
         file = os.path.join(path.generations(number), name)
         try:
             generation = documents.decode(files.read_whole(file), GenerationDocument, file)
+            if (generation.timeline, f"{generation.generation:06d}.json") != (number, name):
+                raise CorruptionError(f"{file} is not what its name says: it is of generation {generation.generation}")
             timeline.generations[generation.generation] = generation
         except CorruptionError as e:
             timeline.problems.append(str(e))
@@ -268,8 +299,15 @@ def _read_timeline(listing: Listing, number: int) -> None:
         except CorruptionError as e:
             timeline.problems.append(str(e))
             continue
-        if manifest is not None:
-            timeline.bases[manifest.step] = manifest
+        if manifest is None:
+            continue
+        if (manifest.run, manifest.timeline, manifest.step) != (listing.run.run, number, int(name)):
+            timeline.problems.append(
+                f"{os.path.join(path.bases(number), name)} is not what its name says: it is step {manifest.step} of "
+                f"timeline {manifest.timeline}"
+            )
+            continue
+        timeline.bases[manifest.step] = manifest
     for name in files.listing(path.log(number)):
         parsed = parse_name(name)
         if parsed is None:
