@@ -7,8 +7,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from everstep.memory import same_bits
-
 
 def crash(run: Any) -> None:
     """End a Run as a kill would: threads stop, nothing is committed, the segment is left as it is, the lock is free."""
@@ -27,6 +25,14 @@ def crash(run: Any) -> None:
         run._keeper.close()
     run._lock.release()
     run._closed = True
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two dense tensors agree in dtype, shape and every bit. Not Everstep's own: it is under test."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    bits = [t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8) for t in (a, b)]
+    return torch.equal(*bits)
 
 
 def equal(a: Any, b: Any, path: str = "") -> list[str]:

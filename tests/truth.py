@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 import everstep
 from everstep.store import files
 
-__all__ = ["Truth", "check_history", "check_resume", "copied", "crash", "equal", "gate", "live_state", "slow", "tree_hash"]
+__all__ = ["Truth", "check_history", "check_resume", "copied", "crash", "different", "equal", "gate", "live_state", "slow", "tree_hash"]
 
 
 def copied(value: Any) -> Any:
@@ -98,8 +98,10 @@ class Truth:
         self.states[self.run.step] = live_state(*self._objects)
 
     def commit(self, **kwargs: Any) -> int:
+        """A commit that does nothing changes no truth."""
         step = self.run.commit(**kwargs)
-        self.note()
+        if step not in self.states:
+            self.note()
         return step
 
 
@@ -111,7 +113,8 @@ def check_history(path: Any, truth: Truth | dict[int, Any], *, complete: bool = 
     if complete:
         assert steps == sorted(states)
     for n in steps:
-        assert different(states[n], history.state(n, timeline=timeline)) == [], f"step {n}"
+        wrong = different(states[n], history.state(n, timeline=timeline))
+        assert wrong == [], f"step {n}: {wrong[:4]}"
 
 
 def check_resume(

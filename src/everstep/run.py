@@ -144,6 +144,7 @@ class Run:
         self._unprotected_since: int | None = None
         self._next_retry = 0.0
         self._rebase = False
+        self._proven = True
         self._synced_base = -1
         self._last_cursor: dict[str, Any] = {}
         self._restore_s = 0.0
@@ -251,6 +252,7 @@ class Run:
             "durable_step": self.durable_step,
             "proven_step": self._keeper.proven_step if self._keeper is not None else None,
             "resumed_step": self._resumed,
+            "resumed_proven": self._proven,
             "resume_s": self._restore_s,
             "commits": self._commits,
             "step_s": capture.step_s,
@@ -339,6 +341,7 @@ class Run:
         self._begin(listing, timeline, line.newest.generation, at, asked_step=at if fork else None)
         self._saved_position = cursor["data"]
         self._restored = restored
+        self._proven = restored.proven
         self._last_cursor = {**cursor, "rng": rng.capture()}
         if fork or _computes_differently(restored.fingerprint):
             self._take_base()
@@ -348,21 +351,20 @@ class Run:
         replayed = at - restored.plan.base.step
         self._say(
             f"everstep: resumed {self.path} at step {at} (base {restored.plan.base.step} + {replayed} steps"
-            f"{f', new timeline {timeline}' if fork else ''})"
+            f"{f', new timeline {timeline}' if fork else ''}; "
+            f"{'every bit' if restored.proven else 'every bit of the parameters'} proven)"
         )
         return at
 
     def _warn_if_unproven(self, restored: Restored) -> None:
-        if restored.proven or not restored.plan.frames:
-            return
         changed = differences(restored.fingerprint, fingerprint())
-        why = f" and this machine differs: {'; '.join(changed)}" if changed else ""
-        warnings.warn(
-            f"step {restored.state.step}: parameters are proven bit for bit; the audit of this step did not cover all of "
-            f"the optimizer state{why}. Pass audit='full' to have every step proven in full",
-            InexactWarning,
-            stacklevel=3,
-        )
+        if changed and restored.plan.frames and not restored.proven:
+            warnings.warn(
+                f"step {restored.state.step} was replayed on a machine that may compute differently ({'; '.join(changed)}), "
+                "and its audit did not cover all of the optimizer state: parameters are proven bit for bit, the rest is not",
+                InexactWarning,
+                stacklevel=3,
+            )
 
     def _apply(self, restored: Restored, cursor: dict[str, Any]) -> None:
         # Extras first: loading a scheduler may touch the optimizer's groups, and what was recorded has the last word.

@@ -397,6 +397,26 @@ def test_a_sampler_of_the_users_own_resumes_exactly_with_workers(sampler: type[S
         )
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_sampler_that_draws_before_it_is_asked_for_an_index_resumes_exactly(num_workers: int) -> None:
+    def make() -> DataLoader[Any]:
+        return DataLoader(SeededDataset(Samples()), None, sampler=ShufflesInIter(), num_workers=num_workers)
+
+    assert_resumes_exactly(make, stops=[1, 9, NUM_SAMPLES, NUM_SAMPLES + 5])
+
+
+def test_a_sampler_that_was_ahead_of_the_loop_resumes_exactly_without_workers() -> None:
+    def make(num_workers: int) -> DataLoader[Any]:
+        samples = SeededDataset(Samples())
+        return DataLoader(samples, 4, sampler=ShufflesEveryRound(), num_workers=num_workers)
+
+    reference = plain_run(lambda: make(2), num_epochs=1)
+    whole = our_run(lambda: make(2), num_epochs=1)
+    for step in (2, 8, 14):  # a new round is among the four batches that were prefetched
+        resumed = our_run(lambda: make(0), whole.positions[step], num_epochs=1)
+        assert resumed.rows[:4] == reference.rows[step : step + 4]
+
+
 def test_a_sampler_that_draws_more_often_than_is_recorded_warns_when_it_resumes() -> None:
     make: Make = lambda: DataLoader(Samples(), 2, sampler=DrawsEveryIndex())  # noqa: E731
     whole = our_run(make)

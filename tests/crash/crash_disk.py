@@ -18,7 +18,7 @@ import shutil
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Union
+from typing import TypeAlias
 
 from everstep.store.files import Event
 
@@ -72,10 +72,10 @@ class Folder:
     """Names on stable storage, changes since, and names as the running system sees them."""
 
     stable: dict[str, Node] = field(default_factory=dict)
-    pending: list[tuple[int, dict[str, Union[File, Folder, None]]]] = field(default_factory=list)
+    pending: list[tuple[int, dict[str, Node | None]]] = field(default_factory=list)
     live: dict[str, Node] = field(default_factory=dict)
 
-    def change(self, index: int, names: dict[str, Union[File, Folder, None]]) -> None:
+    def change(self, index: int, names: dict[str, Node | None]) -> None:
         self.pending.append((index, names))
         _rename(self.live, names)
 
@@ -85,8 +85,8 @@ class Folder:
         self.pending = [p for p in self.pending if p[0] >= before]
 
 
-Node = Union[File, Folder]
-Tree = dict[str, "bytes | None"]
+Node: TypeAlias = "File | Folder"
+Tree: TypeAlias = dict[str, "bytes | None"]
 """Relative path -> content; None for a folder."""
 
 
@@ -132,7 +132,8 @@ class Disk:
     def feed(self, recorded: Recorded) -> None:
         event, index = recorded.event, self.num_events
         self.num_events += 1
-        if event.op == "note":
+        outside = os.path.relpath(event.path, self.root).startswith("..")
+        if event.op == "note" or (event.op == "syncdir" and outside):
             return
         parts = self._parts(event.path)
         if event.op == "syncdir":
@@ -193,9 +194,7 @@ class Disk:
 def _any_pending(node: Node) -> bool:
     if node.pending:
         return True
-    return isinstance(node, Folder) and any(
-        _any_pending(n) for n in (*node.stable.values(), *node.live.values())
-    )
+    return isinstance(node, Folder) and any(_any_pending(n) for n in (*node.stable.values(), *node.live.values()))
 
 
 class Crash:
@@ -223,33 +222,35 @@ class Some(Crash):
     """Any of them did, and writes may be torn. `recycled` is what lay on the disk before."""
 
     def __init__(self, seed: int, recycled: bytes) -> None:
-        self._seed = seed
+        self.seed = seed
         self._random = random.Random(seed)
-        self._keep = self._random.choice((0.2, 0.5, 0.8, 0.95))
         self._recycled = recycled
 
     def happened(self, index: int) -> bool:
-        return random.Random(self._seed * 1_000_003 + index).random() < self._keep
+        return random.Random(self.seed * 1_000_003 + index).random() < 0.5
 
     def content(self, file: File) -> bytes:
         data = bytearray(file.stable)
-        for index, offset, content in file.pending:
-            if content is None or self.happened(index):
-                if content is not None or self.happened(index):
-                    _apply(data, offset, content)
-            elif self._random.random() < 0.7:
+        for _, offset, content in file.pending:
+            fate = self._random.choice(("whole", "lost", "torn", "torn", "torn"))
+            if fate == "whole" or (fate == "torn" and content is None):
+                _apply(data, offset, content)
+            elif fate == "torn" and content:
                 self._tear(data, offset, content)
         return bytes(data)
 
     def _tear(self, data: bytearray, offset: int, content: bytes) -> None:
         """Some sectors of a write, and the file as long as it would have been, or shorter."""
         r = self._random
-        kind = r.choice(("prefix", "sectors", "last", "none"))
+        kind = r.choice(("prefix", "sectors", "last", "hole", "hole", "none"))
         num = -(-len(content) // SECTOR)
+        low = r.randrange(num)
+        high = low + 1 + r.randrange(min(8, num - low))
         kept = {
             "prefix": range(r.randrange(num + 1)),
             "sectors": [i for i in range(num) if r.random() < 0.5],
-            "last": range(r.randrange(num), num),
+            "last": range(low, num),
+            "hole": [i for i in range(num) if not low <= i < high],
             "none": (),
         }[kind]
         full = r.random() < 0.6
@@ -312,6 +313,4 @@ def fingerprint_of(tree: Tree) -> bytes:
 
 def recycled_from(events: list[Recorded], choose: Callable[[Recorded], bool] = lambda r: True) -> bytes:
     """Everything ever written to log files, in order: what freed blocks may still hold."""
-    return b"".join(
-        r.event.data for r in events if r.event.op == "write" and r.event.path.endswith(".frames") and choose(r)
-    )
+    return b"".join(r.event.data for r in events if r.event.op == "write" and r.event.path.endswith(".frames") and choose(r))

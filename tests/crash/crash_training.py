@@ -63,7 +63,7 @@ def _clone(value: Any) -> Any:
 class Training:
     """Model, optimizer, scheduler, and one step of training with randomness of its own."""
 
-    def __init__(self, width: int = 5) -> None:
+    def __init__(self, width: int = 128) -> None:
         torch.manual_seed(0)
         self.model = nn.Sequential(
             nn.Linear(6, width), nn.BatchNorm1d(width), nn.Tanh(), nn.Dropout(0.3), nn.Linear(width, 3)
@@ -91,9 +91,7 @@ class Training:
             "model": dict(self.model.state_dict()),
             "optimizer": {
                 "state": {names[p]: dict(s) for p, s in self.optimizer.state.items()},
-                "param_groups": [
-                    {**g, "params": [names[p] for p in g["params"]]} for g in self.optimizer.param_groups
-                ],
+                "param_groups": [{**g, "params": [names[p] for p in g["params"]]} for g in self.optimizer.param_groups],
             },
             "extras": {"sched": self.scheduler.state_dict()},
         }
@@ -109,7 +107,7 @@ class Training:
         }
 
     @classmethod
-    def going_on_from(cls, saved: dict[str, Any], width: int = 5) -> Training:
+    def going_on_from(cls, saved: dict[str, Any], width: int = 128) -> Training:
         made = cls(width)
         made.model.load_state_dict(saved["model"])
         for p, frozen in zip(made.model.parameters(), saved["frozen"], strict=True):

@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from crash_disk import Crash, Disk, Images, Nothing, Recorded, Recorder, Some, fingerprint_of, recycled_from
+from crash_disk import Crash, Disk, Images, Nothing, Recorded, Recorder, Some, Tree, fingerprint_of, recycled_from
 from crash_training import Era, Eras, Training, digest, era_of, follower_in_process, wait_for_keeper
-from support import crash
 
 import everstep
 from everstep.errors import NotARunError, NothingToRestoreError
 from everstep.restore.history import History
 from everstep.store import files
+from support import crash
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def shm() -> Iterator[str]:
     shutil.rmtree(folder)
 
 
-@dataclass
+@dataclass(repr=False)
 class Recording:
     """A run that has been recorded."""
 
@@ -40,7 +40,7 @@ class Recording:
     """Whether what it reported durable survives the host (durability="os" does not promise that)."""
 
 
-@dataclass
+@dataclass(repr=False)
 class Promise:
     """What a crash at one point of the event list must leave."""
 
@@ -95,7 +95,7 @@ def record(root: str, name: str = "one", durability: str = "step", **options: An
     return Recording(root, eras, recorder.events, trusted=durability != "os")
 
 
-@dataclass
+@dataclass(repr=False)
 class Checker:
     """Checks crash images one after another; equal ones once."""
 
@@ -105,6 +105,8 @@ class Checker:
     num_images: int = 0
     outcomes: dict[str, int] = field(default_factory=dict)
     all_steps: bool = False
+    verify_every: int = 0
+    """Every so many images verify() must have nothing to complain of: a crash is no damage."""
 
     def __post_init__(self) -> None:
         self.images = Images(f"{self.shm}/image")
@@ -139,6 +141,9 @@ class Checker:
             f"era {promise.era} or later"
         )
         self.look_back(history, lines, newest)
+        if self.verify_every and self.num_images % self.verify_every == 0:
+            report = history.verify()
+            assert report.ok, f"a crash is no damage: {report}"
         return "restored"
 
     def look_back(self, history: History, lines: list[Era], newest: int) -> None:
@@ -183,7 +188,7 @@ class Checker:
         assert history.steps[-1] == at + 2
         assert [digest(history.state(n)) for n in (at, at + 1, at + 2)] == [era.truth[at], *expected]
         report = history.verify()
-        assert report.ok, report
+        assert report.ok, str(report)
         shutil.rmtree(copy)
 
 
@@ -210,7 +215,7 @@ def replay(
             except Exception as e:
                 last = [f"{r.event.op} {r.event.path} {r.event.target}" for r in recording.events[: index + 1][-12:]]
                 raise AssertionError(
-                    f"image {count}: after event {index} ({type(how).__name__} {vars(how).get('_seed', '')}): "
+                    f"image {count}: after event {index} ({type(how).__name__} {vars(how).get('seed', '')}): "
                     f"{type(e).__name__}: {e}\nlast events:\n  " + "\n  ".join(last)
                 ) from e
 
@@ -249,12 +254,36 @@ def kill_points(recording: Recording) -> list[int]:
     return found
 
 
+def tree_of(folder: str) -> Tree:
+    found: Tree = {}
+    for top, folders, names in os.walk(folder):
+        for name in folders:
+            found[os.path.relpath(os.path.join(top, name), folder)] = None
+        for name in names:
+            full = os.path.join(top, name)
+            with open(full, "rb") as f:
+                found[os.path.relpath(full, folder)] = f.read()
+    return found
+
+
+def test_every_durable_byte_and_name_goes_through_the_one_module(shm: str) -> None:
+    recording = record(f"{shm}/live")
+    disk = Disk(recording.root)
+    for recorded in recording.events:
+        disk.feed(recorded)
+    there = tree_of(recording.root)
+    del there["one/lock"]
+    assert disk.tree(Crash()) == there
+    ops = {recorded.event.op for recorded in recording.events}
+    assert ops >= {"mkdir", "create", "write", "sync", "syncdir", "rename", "unlink", "rmdir", "note"}
+
+
 def test_every_crash_point_of_a_short_run_restores_to_a_durable_step(shm: str) -> None:
     recording = record(f"{shm}/live")
-    checker = Checker(shm)
-    replay(recording, checker, variants=2, go_on_every=40)
-    print(len(recording.events), checker.num_images, checker.outcomes)
+    checker = Checker(shm, verify_every=6)
+    replay(recording, checker, variants=6, go_on_every=40)
     assert checker.num_images > 400
+    assert checker.outcomes["restored"] > 0.8 * checker.num_images
 
 
 def test_folders_above_a_new_run_are_durable_too(shm: str) -> None:
@@ -270,14 +299,35 @@ def test_steps_after_a_kill_and_a_restart_survive_a_crash_of_the_host(shm: str) 
     recording = record(f"{shm}/live")
     checker = Checker(shm)
     points = kill_points(recording)
-    for at in points[:: len(points) // 12]:
+    for at in [*points[:8:2], *points[8 :: len(points) // 9]]:
         kill_and_go_on(recording, checker, at, variants=1)
-    print(len(points), checker.num_images, checker.outcomes)
+    assert checker.num_images > 200
 
 
 @pytest.mark.parametrize("durability", ["batch", "os"])
-def test_crash_points_with_weaker_durability_never_give_a_wrong_state_or_another_error(shm: str, durability: str) -> None:
+def test_weaker_durability_never_leads_to_a_wrong_state_or_to_none(shm: str, durability: str) -> None:
     recording = record(f"{shm}/live", durability=durability)
     checker = Checker(shm)
-    replay(recording, checker, variants=2, go_on_every=50)
-    print(len(recording.events), checker.num_images, checker.outcomes)
+    replay(recording, checker, variants=3, go_on_every=50)
+    assert checker.num_images > 150
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("durability", ["step", "batch", "os"])
+def test_thousands_of_crash_images_restore_to_a_durable_step(shm: str, durability: str) -> None:
+    recording = record(f"{shm}/live", durability=durability)
+    checker = Checker(shm, all_steps=True, verify_every=3 if durability == "step" else 0)
+    replay(recording, checker, variants=40, go_on_every=20)
+    assert checker.num_images > 2000
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("durability", ["step", "os"])
+def test_a_kill_at_every_point_and_a_restart_survive_a_crash_of_the_host(shm: str, durability: str) -> None:
+    recording = record(f"{shm}/live", durability=durability)
+    checker = Checker(shm)
+    for at in kill_points(recording):
+        kill_and_go_on(recording, checker, at, variants=3)
+    assert checker.num_images > 2000

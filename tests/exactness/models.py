@@ -285,7 +285,8 @@ class Training:
         self.moment("fetched")
         self.progress.batches += 1
         loss = self.body(self, batch)
-        for scheduler in self.schedulers:
+        full = self.progress.batches % self.options.accumulate == 0
+        for scheduler in self.schedulers if full else ():
             scheduler.step(*([loss] if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) else []))
         value = float(loss)
         if self.progress.best is None or value < self.progress.best:
@@ -394,8 +395,8 @@ def _optimizers(family: Family, params: Groups | list[nn.Parameter]) -> dict[str
     return {"matrices": family(matrices), "others": torch.optim.AdamW(others, lr=0.01)}
 
 
-def _loader(data: Samples, options: Options, seed: int, batch_size: int) -> DataLoader[Any]:
-    generator = torch.Generator().manual_seed(seed) if options.generator else None
+def _loader(data: Samples, options: Options, batch_size: int) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(5) if options.generator else None
     dataset: Dataset[Any] = everstep.data.SeededDataset(data, seed=7) if options.num_workers else data
     return DataLoader(
         dataset, batch_size=batch_size, shuffle=True, drop_last=True, generator=generator,
@@ -435,7 +436,7 @@ def mlp(seed: int, family: Family, options: Options) -> Training:
         return t.learn(lambda: F.cross_entropy(model(x.to(options.dtype)).float(), y))
 
     return Training(
-        {"model": model}, optimizers, _loader(data, options, seed, 8), 3, options, family.needs_closure, body=body
+        {"model": model}, optimizers, _loader(data, options, 8), 3, options, family.needs_closure, body=body
     )  # fmt: skip
 
 
@@ -474,7 +475,7 @@ def cnn(seed: int, family: Family, options: Options) -> Training:
         return t.learn(lambda: F.cross_entropy(model(x.to(options.dtype)).float(), y))
 
     return Training(
-        {"model": model}, optimizers, _loader(data, options, seed, 8), 3, options, family.needs_closure, body=body
+        {"model": model}, optimizers, _loader(data, options, 8), 3, options, family.needs_closure, body=body
     )  # fmt: skip
 
 
@@ -510,7 +511,7 @@ def transformer(seed: int, family: Family, options: Options) -> Training:
         return t.learn(lambda: F.cross_entropy(model(x[:, :-1]).flatten(0, 1).float(), x[:, 1:].flatten()))
 
     return Training(
-        {"model": model}, optimizers, _loader(data, options, seed, 8), 3, options, family.needs_closure, body=body
+        {"model": model}, optimizers, _loader(data, options, 8), 3, options, family.needs_closure, body=body
     )  # fmt: skip
 
 
@@ -546,7 +547,7 @@ def embedding(seed: int, family: Family, options: Options, sparse: str = "sparse
         return loss + t.learn(lambda: F.mse_loss(score(x), y.to(options.dtype)), *others)
 
     return Training(
-        {"model": model}, optimizers, _loader(data, options, seed, 8), 3, options, family.needs_closure, body=body
+        {"model": model}, optimizers, _loader(data, options, 8), 3, options, family.needs_closure, body=body
     )  # fmt: skip
 
 
@@ -588,7 +589,7 @@ def gan(seed: int, family: Family, options: Options) -> Training:
         critic.zero_grad(set_to_none=options.zero not in ("after-zeros", "before-zeros"))
         return of_critic + of_generator
 
-    return Training(models, optimizers, _loader(data, options, seed, 8), 3, options, family.needs_closure, body=body)
+    return Training(models, optimizers, _loader(data, options, 8), 3, options, family.needs_closure, body=body)
 
 
 class Tagger(nn.Module):
@@ -636,7 +637,7 @@ def lstm(seed: int, family: Family, options: Options) -> Training:
         return t.learn(lambda: F.cross_entropy(model(x).float(), y))
 
     return Training(
-        {"model": model}, optimizers, _loader(data, options, seed, 8), 3, options, family.needs_closure, body=body
+        {"model": model}, optimizers, _loader(data, options, 8), 3, options, family.needs_closure, body=body
     )  # fmt: skip
 
 

@@ -3,8 +3,8 @@
 Two equal copies of model and optimizer train on equal batches; one is attached to a run, the other is not and has never
 been, so that a block without Everstep pays for no hook. (Switching one copy on and off is no choice: steps that Everstep
 does not see would have to be told to it by a base each time, and that would be paid for inside the blocks.) A copy is far
-larger than any cache, so both start every block equally cold. In the second half of the pairs the copies change roles, so that
-neither where the memory of one lies nor its age is taken for a cost.
+larger than any cache, so both start every block equally cold. In the second half of the pairs the copies change roles,
+so that neither where the memory of one lies nor its age is taken for a cost.
 
 Blocks come in pairs of two with and two without, in the order on-off-off-on or off-on-on-off by lot. A block with Everstep
 ends with commit() and flush() inside its time. The follower process is stopped (SIGSTOP) at the end of such a block and
@@ -96,9 +96,9 @@ class Meter:
         self._optimizer: Any = optimizer
         self._plain_zero_grad: Any = optimizer.zero_grad
         self._inner_s = 0.0
-        self._optimizer.zero_grad = self._inner_zero_grad
+        vars(optimizer)["zero_grad"] = self._inner
 
-    def _inner_zero_grad(self, set_to_none: bool = True) -> None:
+    def _inner(self, set_to_none: bool = True) -> None:
         begun = time.perf_counter()
         self._plain_zero_grad(set_to_none=set_to_none)
         self._inner_s += time.perf_counter() - begun
@@ -205,7 +205,7 @@ def _measure(settings: Settings, top: str, progress: Progress) -> dict[str, Any]
         on, off = (copies[0], copies[1]) if index == 0 else (copies[1], copies[0])
 
         def told(text: str, count: int) -> None:
-            progress(text, count, len(orders))  # noqa: B023 - called before the next turn
+            progress(text, count, len(orders))
 
         session = _Session(settings, on, off, os.path.join(top, f"run-{index}"), interval, block_steps, totals)
         done = session.run(part, done, told)

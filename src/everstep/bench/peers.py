@@ -67,11 +67,11 @@ class DcpSave:
         self._pending: Future[Any] | None = None
 
     def save(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict_saver import async_save
 
         self.wait()
         self._turn += 1
-        future: Any = dcp.async_save(
+        future: Any = async_save(
             whole_state(model, optimizer), checkpoint_id=self._folders[self._turn % 2], no_dist=True
         )
         self._pending = future
@@ -84,10 +84,10 @@ class DcpSave:
 
     def load(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Into these objects, whose optimizer must have stepped once: DCP fills tensors that are there."""
-        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict_loader import load
 
         state = whole_state(model, optimizer)
-        dcp.load(state, checkpoint_id=self._folders[self._turn % 2], no_dist=True)
+        load(state, checkpoint_id=self._folders[self._turn % 2], no_dist=True)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
 

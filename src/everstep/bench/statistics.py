@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
+import numpy.typing as npt
+
+_Floats = npt.NDArray[np.floating]
 
 
 @dataclass(frozen=True)
@@ -35,8 +38,8 @@ def median_interval(values: Sequence[float], *, seed: int = 0, resamples: int = 
 def slope_interval(values: Sequence[float], *, block: int = 20, seed: int = 0, resamples: int = 2_000) -> Interval:
     """The slope of values over their index and its 95 % interval.
 
-    Neighbouring values hang together (memory grows and shrinks in saw-teeth), so medians of whole blocks are taken, a line is
-    laid through them, and blocks are resampled.
+    Neighbouring values hang together (memory grows and shrinks in saw-teeth), so medians of whole blocks are taken, a
+    line is laid through them, and blocks are resampled.
     """
     data = np.asarray(values, np.float64)
     count = data.size // block
@@ -50,7 +53,7 @@ def slope_interval(values: Sequence[float], *, block: int = 20, seed: int = 0, r
     return Interval(_slope(positions, heights), float(low), float(high))
 
 
-def _slope(x: np.ndarray, y: np.ndarray) -> float:
+def _slope(x: _Floats, y: _Floats) -> float:
     centred = x - x.mean()
     return float((centred * (y - y.mean())).sum() / (centred * centred).sum())
 

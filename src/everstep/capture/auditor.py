@@ -15,6 +15,9 @@ from everstep.atoms import PIECE_ELEMENTS
 from everstep.capture.pending import Audit
 from everstep.capture.watch import Watched
 
+ALWAYS_BYTES = 4 << 20
+"""Optimizer state up to this size is hashed at every step."""
+
 
 class Auditor:
     """One thread that hashes the state of one step at a time."""
@@ -74,6 +77,8 @@ class Auditor:
     def _hash(self, audit: Audit, must: list[Watched], may: list[Watched], step_s: float) -> None:
         begun = time.perf_counter()
         complete = True
+        if sum(w.alias.numel() * w.itemsize for w in may) <= ALWAYS_BYTES:
+            must, may = must + may, []
         for w in must:
             complete &= _hash_one(audit, w)
         self._must_done.set()

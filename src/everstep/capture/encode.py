@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from everstep import tree
@@ -34,7 +35,7 @@ from everstep.frame import (
     TensorRef,
     Update,
 )
-from everstep.memory import CODE_BY_DTYPE, plain, strides_of, view_bytes
+from everstep.memory import CODE_BY_DTYPE, Bytes, plain, strides_of, view_bytes
 from everstep.store.log import LogWriter
 
 PACK_BELOW_BYTES = 1 << 15
@@ -99,8 +100,8 @@ class Encoder:
         return Update(item.optimizer, tuple(g for g in grads if g is not None), scale, item.skipped)
 
     def _pack(self, dtype: torch.dtype, tensors: list[Any]) -> list[TensorRef]:
-        flat = torch.cat([t.detach().reshape(-1) for t in tensors])
-        ordinal = self._piece(0, plain(flat), 0)
+        raw = np.concatenate([_bytes_of(t) for t in tensors])
+        ordinal = self._piece(0, raw, dtype, 0)
         refs = []
         offset = 0
         for t in tensors:
@@ -111,7 +112,7 @@ class Encoder:
     def _tensors(self, item: PendingTensors) -> list[SetTensor]:
         code = CODE_BY_DTYPE[item.flat.dtype]
         flat = plain(item.flat)
-        ordinal = self._piece(0, flat, 0)
+        ordinal = self._piece(0, view_bytes(flat), flat.dtype, 0)
         ops = []
         offset = 0
         for uid, shape in zip(item.uids, item.shapes, strict=True):
@@ -127,22 +128,30 @@ class Encoder:
 
     def tensor(self, uid: int, tensor: torch.Tensor) -> TensorRef:
         """Write a dense tensor in pieces."""
-        strides = strides_of(tensor)
-        flat = plain(tensor).view(-1)
+        raw = _bytes_of(tensor)
+        size = PIECE_ELEMENTS * tensor.element_size()
         first = -1
         count = 0
-        for start in range(0, max(flat.numel(), 1), PIECE_ELEMENTS):
-            ordinal = self._piece(uid, flat[start : start + PIECE_ELEMENTS], start)
+        for start in range(0, max(len(raw), 1), size):
+            ordinal = self._piece(uid, raw[start : start + size], tensor.dtype, start // tensor.element_size())
             first = ordinal if first < 0 else first
             count += 1
-        return TensorRef(CODE_BY_DTYPE[tensor.dtype], tuple(tensor.shape), first, count, 0, strides)
+        return TensorRef(CODE_BY_DTYPE[tensor.dtype], tuple(tensor.shape), first, count, 0, strides_of(tensor))
 
-    def _piece(self, uid: int, flat: torch.Tensor, start: int) -> int:
-        raw = view_bytes(flat)
-        codec_id, version, payload = self._chooser.encode(
-            uid + start, raw, flat.element_size(), flat.dtype is torch.float32
-        )
+    def _piece(self, uid: int, raw: Bytes, dtype: torch.dtype, start: int) -> int:
+        codec_id, version, payload = self._chooser.encode(uid + start, raw, dtype.itemsize, dtype is torch.float32)
         return self._log.data(
-            [payload], uid=uid, dtype=CODE_BY_DTYPE[flat.dtype], start=start, count=flat.numel(), raw_bytes=len(raw),
-            codec_id=codec_id, codec_version=version,
+            [payload], uid=uid, dtype=CODE_BY_DTYPE[dtype], start=start, count=len(raw) // dtype.itemsize,
+            raw_bytes=len(raw), codec_id=codec_id, codec_version=version,
         )  # fmt: skip
+
+
+def _bytes_of(tensor: torch.Tensor) -> Bytes:
+    """The logical elements as bytes: in place where memory allows it, without another tensor on the same memory.
+
+    (A tap tells by the number of owners of the memory whether somebody else can write to it.)
+    """
+    if tensor.is_contiguous() and tensor.device.type == "cpu" and not (tensor.is_conj() or tensor.is_neg()):
+        return view_bytes(tensor)
+    copy = plain(tensor)
+    return view_bytes(copy).copy() if copy.data_ptr() != tensor.data_ptr() else view_bytes(copy)

@@ -210,6 +210,8 @@ class Offload:
         frame = self._open(job.step)
         for index, seal in frame.seals:
             seal.open.wait()
+            for item in seal.also:
+                frame.ops.append(self._encoder.ops(item))
             if seal.instead is not None:
                 frame.ops[index] = [op for item in seal.instead for op in self._encoder.ops(item)]
         job.audit.done.wait()

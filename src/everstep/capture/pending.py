@@ -26,6 +26,8 @@ class Seal:
         self.read = threading.Event()
         self.open = threading.Event()
         self.instead: list[Item] | None = None
+        self.also: list[Item] = []
+        """What the training thread found out about this step after its commit."""
 
 
 @dataclass

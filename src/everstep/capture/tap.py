@@ -75,6 +75,15 @@ class _Held:
         self.grads: list[Any] = list(grads)
         self.versions = list(map(_version, self.grads)) if versions is None else versions
         self.seal = seal
+        self.suspect = False
+        """They were let go while something else could still write to their memory."""
+        self.copies: list[torch.Tensor] = []
+        """What they were, where they were copied to learn what becomes of them."""
+
+    def still_equal(self) -> bool:
+        """Whether they have the bits that were copied; also found are writes that no version counter shows."""
+        pairs = zip(self.copies, self.grads, strict=True) if len(self.copies) == len(self.grads) else ()
+        return all(a.is_sparse or _same(a, b) for a, b in pairs)
 
     def untouched(self) -> bool:
         return list(map(_version, self.grads)) == self.versions
@@ -86,7 +95,13 @@ class _Held:
     def released(self) -> bool:
         """Whether nobody but Everstep can reach them: not on the parameter, no other reference, memory not shared."""
         # References: the list here, the pending update's list, getrefcount's argument.
-        return not self.attached() and self.untouched() and max(map(sys.getrefcount, self.grads), default=0) <= 3
+        if self.attached() or not self.untouched() or max(map(sys.getrefcount, self.grads), default=0) > 3:
+            return False
+        return not self.shared()
+
+    def shared(self) -> bool:
+        """Whether other tensors or arrays see the memory: some of those write without moving a version counter."""
+        return any(_sharing(self.grads))
 
 
 class Tap:
@@ -121,6 +136,7 @@ class Tap:
         self._at_commit: list[torch.Tensor | None] = []
         self._carries = True
         self._carry_seen = 0
+        self._left_at_commit = False
         self._carry_kinds: dict[int, str] = {}
         self._carry_versions: dict[int, int] = {}
         self.updates = 0
@@ -165,7 +181,7 @@ class Tap:
         self._read_groups()
         self._held, self._clean = None, 0
         self._trials_left = max(self._trials_left, 1)
-        self._at_commit, self._carry_seen, self._carries = [], 0, True
+        self._at_commit, self._carry_seen, self._carries, self._left_at_commit = [], 0, True, False
 
     def hyper(self) -> list[dict[str, Any]]:
         return [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
@@ -295,7 +311,7 @@ class Tap:
             # Ours was the last hook before the step, and whoever writes into these from here on moves their counters.
             seal = Seal()
             grads, shared = _unshared(self._grads)
-            kept = [None if s else g for g, s in zip(self._grads, shared, strict=True)] if any(shared) else grads
+            kept = [None if s else g for g, s in zip(self._grads, shared, strict=True)] if shared else grads
             self._held = _Held(self.params, kept, seal, self._versions)
             self._recorder.put(PendingUpdate(self.name, self.uids, grads, seal, num_bytes=self.param_bytes))
             return
@@ -308,6 +324,8 @@ class Tap:
         if self._copies is not None:
             update = PendingUpdate(self.name, self.uids, self._copies, None, self._scale, num_bytes=self.param_bytes)
             self._held = _Held(self.params, self._grads, None)
+            if self._deviations < MAX_DEVIATIONS:
+                self._held.copies = [c for c in self._copies if c is not None]
         elif deviation:
             self._deviations += 1
             self._clean, self._held, self.results_due = 0, None, True
@@ -316,7 +334,8 @@ class Tap:
             seal = Seal()
             grads, shared = _unshared(self._grads)
             update = PendingUpdate(self.name, self.uids, grads, seal, num_bytes=self.param_bytes)
-            self._held = _Held(self.params, [None if s else g for g, s in zip(self._grads, shared, strict=True)], seal)
+            kept = [None if s else g for g, s in zip(self._grads, shared, strict=True)] if shared else grads
+            self._held = _Held(self.params, kept, seal)
         if self._trial is not None:
             self._try(update)
             if self.overwrite:
@@ -379,17 +398,36 @@ class Tap:
         held = self._held
         if held is None or held.seal is None or held.seal.open.is_set():
             return
-        if held.released():
+        if not held.suspect and held.released():
             held.seal.open.set()
             return
+        held.suspect = held.suspect or (not held.attached() and held.shared())
         if force:
+            self._note_late_carry(held)
             held.seal.read.wait()
         if held.seal.read.is_set():
-            if not held.untouched():
+            if held.suspect or not held.untouched() or held.shared():
                 held.seal.instead = self.result_items()
                 self._clean, self._held = 0, None
                 self._deviations += 1
             held.seal.open.set()
+
+    def _note_late_carry(self, held: _Held) -> None:
+        """The next update comes and the gradients are still on their parameters: they belong to the last commit's state."""
+        if self._left_at_commit and held.seal is not None and held.attached():
+            left = [
+                uid
+                for uid, p, g in zip(self._uids_of(held), held.params, held.grads, strict=True)
+                if p.grad is g and g is not None and not g.is_sparse
+            ]
+            held.seal.also = [PendingCarry("consumed", left)]
+            self._carry_kinds = dict.fromkeys(left, "consumed")
+            self._carries = True
+        self._left_at_commit = False
+
+    def _uids_of(self, held: _Held) -> list[int]:
+        uid_of = {id(p): u for p, u in zip(self.params, self.uids, strict=True)}
+        return [uid_of[id(p)] for p in held.params]
 
     def _learn(self) -> None:
         """At this optimizer's next update: were the last gradients let go untouched?"""
@@ -405,7 +443,7 @@ class Tap:
             self._at_commit = []
         if held is None:
             return
-        if held.untouched() and not held.attached():
+        if held.released() and held.still_equal():
             self._clean += self._deviations < MAX_DEVIATIONS
         else:
             self._clean = 0
@@ -448,13 +486,14 @@ class Tap:
 
     def carried(self) -> list[Item]:
         """At a commit: gradients that stay on the parameters and that the next backward may add to."""
-        if not self._carries and self._carry_seen >= 2:
+        held = self._held
+        self._left_at_commit = False
+        if not self._carries and self._carry_seen >= 2 and self._leaves_alone(held):
             if self._carry_kinds:
                 gone = PendingCarry("none", list(self._carry_kinds))
                 self._carry_kinds, self._carry_versions = {}, {}
                 return [gone]
             return []
-        held = self._held
         consumed = {} if held is None else {id(g): v for g, v in zip(held.grads, held.versions, strict=True)}
         self._at_commit = [p.grad for p in self.params]
         kinds: dict[int, str] = {}
@@ -481,6 +520,18 @@ class Tap:
             u: g._version for u, g in zip(self.uids, self._at_commit, strict=True) if u in kinds and g is not None
         }
         return items
+
+    def _leaves_alone(self, held: _Held | None) -> bool:
+        """Whether the usual can be assumed: gradients that are still there now will be dropped, not added to.
+
+        Should they be added to after all, the next update notices it and says so in this frame (_note_late_carry).
+        """
+        if held is None or held.seal is None:
+            return False
+        if held.seal.open.is_set() or not held.attached():
+            return True
+        self._left_at_commit = held.untouched()
+        return self._left_at_commit
 
     def carry_is_intact(self) -> bool:
         """Whether the gradients that carried() told of are still there, as they were."""
@@ -532,29 +583,36 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape == b.shape and bool(torch.equal(view_as_bits(a), view_as_bits(b)))
 
 
-def _unshared(grads: Sequence[torch.Tensor | None]) -> tuple[list[torch.Tensor | None], list[bool]]:
-    """Gradients to hold: those whose memory others can write through other tensors are copied now."""
+def _sharing(grads: Sequence[torch.Tensor | None]) -> list[bool]:
+    """For each gradient whether anything but these gradients has a hold on its memory."""
     try:
         # The count includes the wrapper that untyped_storage() makes: 2 is a tensor alone with its memory.
         if max([_use_count(g.untyped_storage()._cdata) for g in grads if g is not None], default=0) <= 2:
-            return list(grads), [False] * len(grads)
+            return []
     except NotImplementedError:  # sparse tensors have no storage
         pass
-    # Gradients that are slices of one buffer, all of them held here, are not shared with anyone else.
     owners: dict[int, int] = {}
     for g in grads:
         if g is not None and not g.is_sparse:
             cdata = g.untyped_storage()._cdata
             owners[cdata] = owners.get(cdata, 0) + 1
-    shared = []
+    found = []
     for g in grads:
         if g is None:
-            shared.append(False)
+            found.append(False)
         elif g.is_sparse or g._base is not None:
-            shared.append(True)
+            found.append(True)
         else:
             storage = g.untyped_storage()
-            shared.append(_use_count(storage._cdata) - 1 > owners[storage._cdata])
+            found.append(_use_count(storage._cdata) - 1 > owners[storage._cdata])
+    return found
+
+
+def _unshared(grads: list[torch.Tensor | None]) -> tuple[list[torch.Tensor | None], list[bool]]:
+    """Gradients to hold: those whose memory others can write to are copied now. And which those are; empty: none."""
+    shared = _sharing(grads)
+    if not any(shared):
+        return grads, []
     return [_clone(g) if s and g is not None else g for g, s in zip(grads, shared, strict=True)], shared
 
 

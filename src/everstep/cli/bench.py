@@ -1,0 +1,181 @@
+"""`everstep bench overhead` and `everstep bench restore`: the numbers of this machine."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from typing import Annotated, Any
+
+import typer
+
+from everstep.cli.output import Json, Told, console, megabytes, print_json
+
+app = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
+
+Folder = Annotated[
+    str | None, typer.Option("--dir", help="Folder to write runs in; without it the temporary one.", show_default=False)
+]
+Quick = Annotated[bool, typer.Option("--quick", help="A tiny model and few blocks: to see that it works.")]
+
+
+@app.command("overhead")
+def overhead(
+    tokens: Annotated[
+        list[int] | None, typer.Option(help="Tokens a step; may be given again; without it 1024.", show_default=False)
+    ] = None,
+    threads: Annotated[
+        list[int] | None,
+        typer.Option(help="Training threads; may be given again; without it 1 and as many as cores.", show_default=False),
+    ] = None,
+    pairs: Annotated[int, typer.Option(min=1, help="Pairs of two blocks with and two without.")] = 20,
+    block_steps: Annotated[
+        int | None, typer.Option(min=1, help="Steps a block; without it as many as take 3 s.", show_default=False)
+    ] = None,
+    base_interval: Annotated[
+        int | None, typer.Option(min=1, help="Steps between bases; without it four in each half.", show_default=False)
+    ] = None,
+    peers: Annotated[bool, typer.Option(help="Also measure torch.save and DCP async_save at every step.")] = True,
+    rss: Annotated[bool, typer.Option("--rss", help="Measure the growth of memory instead.")] = False,
+    quick: Quick = False,
+    folder: Folder = None,
+    json: Json = False,
+) -> None:
+    """Time of training with every step saved over time without."""
+    from everstep.bench import machine
+    from everstep.bench import overhead as bench
+    from everstep.bench.workloads import Workload
+
+    folder = _folder(folder)
+    found: dict[str, Any] = {"benchmark": "overhead", "machine": machine.facts(folder), "measurements": []}
+    with Told() as told:
+        for num_threads in _threads(threads, machine.num_cores()):
+            for count in tokens or [1024]:
+                workload = Workload(tokens=count)
+                settings = bench.Settings(
+                    workload=workload.quick() if quick else workload, num_threads=num_threads,
+                    num_pairs=min(pairs, 4) if quick else pairs, block_steps=block_steps or (4 if quick else None),
+                    base_interval=base_interval or (32 if quick else None),
+                    num_peer_pairs=(1 if quick else 3) if peers else 0, folder=folder,
+                )  # fmt: skip
+                if rss:
+                    last = 120 if quick else 500
+                    measured = bench.measure_rss(settings, first_step=last // 5, last_step=last, progress=told)
+                else:
+                    measured = bench.measure(settings, told)
+                found["measurements"].append(measured)
+    if json:
+        print_json(found)
+    elif rss:
+        _print_rss(found)
+    else:
+        _print_overhead(found)
+
+
+@app.command("restore")
+def restore(
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens a step of the run that is restored.")] = 256,
+    frames: Annotated[int, typer.Option(min=1, help="Steps to replay.")] = 48,
+    repetitions: Annotated[int, typer.Option(min=1)] = 5,
+    peers: Annotated[bool, typer.Option(help="Also measure torch.load and DCP load of the same state.")] = True,
+    quick: Quick = False,
+    folder: Folder = None,
+    json: Json = False,
+) -> None:
+    """Time to restore a step over that of the reading and the arithmetic it takes."""
+    from everstep.bench import machine
+    from everstep.bench import restore as bench
+    from everstep.bench.workloads import Workload
+
+    folder = _folder(folder)
+    workload = Workload(tokens=tokens)
+    settings = bench.Settings(
+        workload=workload.quick() if quick else workload, num_frames=min(frames, 6) if quick else frames,
+        num_repetitions=min(repetitions, 2) if quick else repetitions, folder=folder, peers=peers,
+    )  # fmt: skip
+    with Told() as told:
+        measured = bench.measure(settings, told)
+    found = {"benchmark": "restore", "machine": machine.facts(folder), **measured}
+    if json:
+        print_json(found)
+    else:
+        _print_restore(found)
+
+
+def _folder(given: str | None) -> str:
+    from everstep.errors import UsageError
+
+    if given is not None and not os.path.isdir(given):
+        raise UsageError(f"--dir {given} is not a folder: make it first, or give another")
+    return given or tempfile.gettempdir()
+
+
+def _threads(given: list[int] | None, cores: int) -> list[int]:
+    from everstep.errors import UsageError
+
+    if given and min(given) < 1:
+        raise UsageError(f"--threads must be at least 1, not {min(given)}")
+    return list(dict.fromkeys(given or [1, cores]))
+
+
+def _percent(ratio: float) -> str:
+    return f"{100 * (ratio - 1):+.1f} %"
+
+
+def _interval(ratio: dict[str, float]) -> str:
+    return f"{_percent(ratio['median'])} ({_percent(ratio['low'])} to {_percent(ratio['high'])})"
+
+
+def _print_overhead(found: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    table = Table("threads", "tokens", "step", "saved with", "overhead (95 %)", "own time", "background CPU", "a step")
+    for m in found["measurements"]:
+        background = sum(m["background_cpu_s_a_step"].values())
+        table.add_row(
+            str(m["num_threads"]), str(m["tokens"]), f"{m['step_s'] * 1e3:.1f} ms", "everstep", _interval(m["ratio"]),
+            f"{100 * m['training_thread_share']:.3f} %", f"{background * 1e3:.1f} ms", megabytes(m["bytes_a_step"]),
+        )  # fmt: skip
+        for name, peer in m.get("peers", {}).items():
+            table.add_row("", "", "", name, _interval(peer["ratio"]), "", "", megabytes(peer["bytes_a_step"]))
+    _print_machine(found)
+    console().print(table)
+
+
+def _print_rss(found: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    table = Table("threads", "tokens", "process", "bytes a step (95 %)", "first quarter", "last quarter", "peak")
+    for m in found["measurements"]:
+        for name in ("trainer", "follower", "without"):
+            grown, slope = m[name], m[name]["slope_bytes_a_step"]
+            table.add_row(
+                str(m["num_threads"]), str(m["tokens"]), name,
+                f"{slope['median']:,.0f} ({slope['low']:,.0f} to {slope['high']:,.0f})",
+                megabytes(grown["first_quarter_bytes"]), megabytes(grown["last_quarter_bytes"]),
+                megabytes(grown["peak_bytes"]),
+            )  # fmt: skip
+    _print_machine(found)
+    console().print(table)
+
+
+def _print_restore(found: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    table = Table("what", "median", "")
+    for name, seconds in found["median_s"].items():
+        table.add_row(name, f"{seconds:.3f} s", f"{found['num_bytes'] / seconds / 1e9:.2f} GB/s" if "load" not in name
+                      else "")  # fmt: skip
+    _print_machine(found)
+    console().print(table)
+    console().print(
+        f"restore takes {found['ratio']:.2f} times the slower of raw read and raw fold "
+        f"({found['num_frames']} frames, {megabytes(found['num_bytes'])})"
+    )
+
+
+def _print_machine(found: dict[str, Any]) -> None:
+    m = found["machine"]
+    console().print(
+        f"{m['cpu']}, {m['cores']} cores, torch {m['torch']}, {m['file_system']}, load {m['load_average']:.1f}",
+        markup=False,
+    )

@@ -1,0 +1,222 @@
+"""Write the golden runs of the present format version, what they must lead to, and the hexdump in docs/format.md.
+
+    python tests/data/make_golden.py
+
+Golden files of a format that was released are kept for ever: run this only while a version is being made. What is expected
+comes from the live tensors of the training, not from Everstep.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import struct
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch import nn
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+import everstep  # noqa: E402
+from everstep.format.documents import FORMAT_MAJOR  # noqa: E402
+from support import crash  # noqa: E402
+
+VERSION = HERE / f"v{FORMAT_MAJOR}"
+SPECIFICATION = HERE.parent.parent / "docs" / "format.md"
+BEGIN, END = "<!-- hexdump: begin (written by tests/data/make_golden.py) -->", "<!-- hexdump: end -->"
+
+
+class Model(nn.Module):
+    """One parameter that gets records of its own (if `wide`), small ones that share one, a tied weight, two buffers."""
+
+    def __init__(self, wide: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.tied = nn.Linear(3, 2, bias=False)
+        self.tied.weight = self.layer.weight
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("mean", torch.zeros(3))
+        if wide:
+            self.wide = nn.Parameter(torch.arange(16384) / 8192)
+
+
+class Notes:
+    """An extra with values of many types."""
+
+    def __init__(self) -> None:
+        self.step = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "step": self.step, "milestones": Counter({30: 1, 60: 2}), "betas": (0.5, -0.0), "big": 2**70, "none": None,
+            "half": torch.tensor([1.5, -2.0], dtype=torch.float16), "array": np.arange(3, dtype=np.int16),
+        }  # fmt: skip
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step = state["step"]
+
+
+class Training:
+    """SGD whose arithmetic is exact in every step but one rounding, so that any reader gets the same bits."""
+
+    def __init__(self, run: Path, *, wide: bool) -> None:
+        torch.manual_seed(7)
+        self.model = Model(wide)
+        small = [self.model.layer.weight, self.model.layer.bias]
+        groups: list[dict[str, Any]] = [{"params": small, "momentum": 0.5}]
+        if wide:
+            groups.append({"params": [self.model.wide]})
+        self.optimizer = torch.optim.SGD(groups, lr=0.5)
+        self.notes = Notes()
+        self.generator = torch.Generator().manual_seed(3)
+        self.run = everstep.attach(
+            self.model, self.optimizer, run, extras={"notes": self.notes}, follower=False, quiet=True, direct_io=False
+        )
+
+    def step(self, wide_grad: torch.Tensor | None = None) -> int:
+        for p in (self.model.layer.weight, self.model.layer.bias):
+            p.grad = torch.randn(p.shape, generator=self.generator)
+        if hasattr(self.model, "wide"):
+            self.model.wide.grad = wide_grad
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.model.seen += 1
+        self.model.mean += torch.randn(3, generator=self.generator)
+        self.notes.step = self.run.step + 1
+        return self.run.commit(wait=True)
+
+    def expected(self) -> dict[str, Any]:
+        """Every tensor and number that a reader must find for the step just committed."""
+        names = {p: n for n, p in self.model.named_parameters()}
+        return {
+            "model": {n: value(t) for n, t in self.model.state_dict().items()},
+            "momentum": {
+                names[p]: value(s["momentum_buffer"])
+                for p, s in self.optimizer.state.items()
+                if s.get("momentum_buffer") is not None
+            },
+            "lr": [g["lr"] for g in self.optimizer.param_groups],
+            "extra_step": self.notes.step,
+            "torch_rng": xxhash.xxh3_64_hexdigest(torch.get_rng_state().numpy().tobytes()),
+        }
+
+
+def value(tensor: torch.Tensor) -> list[Any]:
+    """[dtype, shape, xxh3 of the bytes]"""
+    flat = tensor.detach().contiguous().numpy().tobytes()
+    return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), xxhash.xxh3_64_hexdigest(flat)]
+
+
+def make_plain(folder: Path) -> dict[str, Any]:
+    """Codecs sixteen and sparse, packed records, a torn tail, a second generation, a hyperparameter that changes."""
+    training = Training(folder, wide=True)
+    training.run.resume()
+    states = {"0": training.expected()}
+    training.step(torch.arange(16384) % 256 / 256)  # every value is a bf16
+    states["1"] = training.expected()
+    one = torch.zeros(16384)
+    one[[5, 77, 16383]] = torch.tensor([1.0, -0.0, -3.25])
+    training.step(one)
+    states["2"] = training.expected()
+    training.step(torch.zeros(16384))
+    crash(training.run)
+    # Step 3 was being written when the process died: its records are there in part, its footer is not.
+    segment = folder / "timelines/0001/log/rank-00000/g000001-000000000001.frames"
+    os.truncate(segment, frames_of(segment)[2] + 1000)
+    training = Training(folder, wide=True)
+    assert training.run.resume() == 2
+    for group in training.optimizer.param_groups:
+        group["lr"] = 0.25
+    training.generator.manual_seed(4)
+    training.step(None)
+    states["3"] = training.expected()
+    crash(training.run)
+    return {"latest": 3, "steps": [0, 1, 2, 3], "states": states}
+
+
+def make_forked(folder: Path) -> dict[str, Any]:
+    """Step 2 of timeline 1 is replaced by another one in timeline 2."""
+    training = Training(folder, wide=False)
+    training.run.resume()
+    training.step()
+    states = {"1": training.expected()}
+    training.step()
+    abandoned = training.expected()
+    crash(training.run)
+    training = Training(folder, wide=False)
+    assert training.run.resume(step=1) == 1
+    training.generator.manual_seed(5)
+    training.step()
+    states["2"] = training.expected()
+    assert states["2"] != abandoned
+    crash(training.run)
+    return {"latest": 2, "steps": [0, 1, 2], "states": states, "abandoned": {"timeline": 1, "step": 2, "state": abandoned}}
+
+
+def frames_of(segment: Path) -> list[int]:
+    """Offsets of the frames in a segment, by walking over the headers."""
+    data = segment.read_bytes()
+    offset, found, first = 4096, [], True
+    while offset < len(data):
+        if first:
+            found.append(offset)
+        kind, stored = data[offset + 4], struct.unpack_from("<Q", data, offset + 64)[0]
+        offset += -(-(128 + stored) // 64) * 64
+        first = kind == 4
+        if first:
+            offset = -(-offset // 4096) * 4096
+    return found
+
+
+def hexdump(segment: Path) -> str:
+    """The records of the first frame, header by header, with the beginning of each payload."""
+    data = segment.read_bytes()
+    kinds = {1: "SEGMENT", 2: "DATA", 3: "CURSOR", 4: "FOOTER", 5: "END"}
+    lines = []
+    offset, end = 0, frames_of(segment)[1]
+    while offset < end:
+        kind, stored = data[offset + 4], struct.unpack_from("<Q", data, offset + 64)[0]
+        name = f"{kinds[kind]} record" + (f", ordinal {data[offset + 12]}" if kind in (2, 3, 4) else "")
+        lines.append(f"{name}: header, then {stored} bytes of payload")
+        for at in range(offset, offset + 160, 16):
+            row = data[at : at + 16]
+            if not any(row):
+                lines += ["*"] if lines[-1] != "*" else []
+                continue
+            text = "".join(chr(b) if 32 <= b < 127 else "." for b in row)
+            lines.append(f"{at:08x}  {row[:8].hex(' ')}  {row[8:].hex(' ')}  |{text}|")
+        lines.append("")
+        offset += -(-(128 + stored) // 64) * 64
+        if kind in (1, 4):
+            offset = -(-offset // 4096) * 4096
+    return "\n".join(lines)
+
+
+def main() -> None:
+    socket.gethostname = lambda: "golden"  # type: ignore[assignment]  # nothing of this machine goes into the files
+    torch.set_num_threads(1)
+    shutil.rmtree(VERSION, ignore_errors=True)
+    VERSION.mkdir()
+    expected = {"plain": make_plain(VERSION / "plain"), "forked": make_forked(VERSION / "forked")}
+    (VERSION / "expected.json").write_text(json.dumps(expected, indent=1) + "\n")
+    for lock in VERSION.glob("*/lock"):
+        lock.unlink()
+    dump = hexdump(VERSION / "plain/timelines/0001/log/rank-00000/g000001-000000000001.frames")
+    text = SPECIFICATION.read_text()
+    before, rest = text.split(BEGIN)
+    SPECIFICATION.write_text(f"{before}{BEGIN}\n\n```\n{dump.rstrip()}\n```\n\n{END}{rest.split(END)[1]}")
+    size = sum(f.stat().st_size for f in VERSION.rglob("*") if f.is_file())
+    print(f"{VERSION}: {size / 1000:.0f} KB")
+
+
+if __name__ == "__main__":
+    main()

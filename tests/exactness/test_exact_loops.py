@@ -1,0 +1,164 @@
+"""Ways to write a training loop, each with optimizers that treat gradients differently: exact through crashes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from harness import Kill
+from models import build
+from test_exact_product import crash_and_compare
+
+import everstep
+
+# A loop, a foreach that writes into gradients, and two fused ones: the four ways in which gradients are consumed.
+FOUR = ["adam", "sgd-nesterov-foreach", "adamw-fused", "sgd-momentum-fused"]
+ZERO = ["after", "before", "after-zeros", "before-zeros", "model", "model-zeros", "by-hand", "detach"]
+
+
+@pytest.mark.parametrize("zero", ZERO)
+@pytest.mark.parametrize("family", FOUR)
+def test_gradients_may_be_cleared_in_any_way(zero: str, family: str, tmp_path: Path) -> None:
+    crash_and_compare(tmp_path / "run", "mlp", family, zero=zero)
+
+
+@pytest.mark.parametrize("zero", ZERO)
+@pytest.mark.parametrize("setup", ["lstm", "gan"])
+def test_cleared_gradients_of_frozen_and_shared_parameters_come_back(setup: str, zero: str, tmp_path: Path) -> None:
+    crash_and_compare(tmp_path / "run", setup, "sgd-momentum", zero=zero)
+
+
+@pytest.mark.parametrize("sparse", ["sparse-adam", "sparse-sgd-momentum", "sparse-adagrad"])
+@pytest.mark.parametrize("zero", ["before", "after-zeros", "before-zeros", "by-hand"])
+def test_sparse_gradients_may_be_cleared_in_any_way(sparse: str, zero: str, tmp_path: Path) -> None:
+    crash_and_compare(tmp_path / "run", "embedding", "sgd", sparse=sparse, zero=zero)
+
+
+@pytest.mark.parametrize("zero", ["after", "before", "after-zeros", "before-zeros"])
+@pytest.mark.parametrize("accumulate", [2, 3])
+@pytest.mark.parametrize(("setup", "family"), [("cnn", "adamw-fused"), ("transformer", "sgd-nesterov-foreach")])
+def test_gradients_accumulate_over_batches(setup: str, family: str, accumulate: int, zero: str, tmp_path: Path) -> None:
+    kills = [Kill(2 * accumulate + 1, "backward"), Kill(3 * accumulate, "step")]
+    crash_and_compare(tmp_path / "run", setup, family, accumulate=accumulate, zero=zero, kills=kills)
+
+
+def test_an_accumulation_over_a_parameter_that_only_some_batches_use(tmp_path: Path) -> None:
+    crash_and_compare(tmp_path / "run", "embedding", "adam", accumulate=2, sparse="sparse-sgd")
+
+
+@pytest.mark.parametrize("clip", ["norm", "value"])
+@pytest.mark.parametrize("family", FOUR)
+def test_clipped_gradients_are_recorded_as_clipped(family: str, clip: str, tmp_path: Path) -> None:
+    crash_and_compare(tmp_path / "run", "transformer", family, clip=clip)
+
+
+@pytest.mark.parametrize("scale", [2.0**12, 1000.0], ids=["power", "odd"])
+@pytest.mark.parametrize("clip", ["", "norm"], ids=["", "clip"])
+@pytest.mark.parametrize("family", ["adam", "adamw-foreach", "adam-fused", "sgd-momentum-fused", "adagrad-fused"])
+def test_a_scaler_may_skip_steps(family: str, clip: str, scale: float, tmp_path: Path) -> None:
+    crash_and_compare(
+        tmp_path / "run", "mlp", family, scale=scale, infs=(3, 4, 8), clip=clip, schedule="", kills=SCALER_KILLS
+    )  # fmt: skip
+
+
+SCALER_KILLS = [Kill(4, "end"), Kill(9, "backward")]
+
+
+@pytest.mark.parametrize("setup", ["cnn", "gan", "lstm", "embedding"])
+@pytest.mark.parametrize("family", ["adamw", "adamw-fused"])
+def test_a_scaler_skips_steps_of_any_model(setup: str, family: str, tmp_path: Path) -> None:
+    crash_and_compare(tmp_path / "run", setup, family, scale=2.0**10, infs=(2, 7), schedule="", kills=SCALER_KILLS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=["fp64", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    "family",
+    ["sgd-momentum", "sgd-nesterov-foreach", "adam", "adamw-foreach", "adamw-fused", "adam-amsgrad-fused",
+     "adagrad-fused", "nadam", "asgd", "radam-foreach", "rprop", "adafactor", "muon", "adam-tensor-lr", "own"],
+)  # fmt: skip
+def test_parameters_of_any_width(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    crash_and_compare(tmp_path / "run", "mlp", family, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("scale", [2.0**6, 300.0], ids=["power", "odd"])
+def test_scaled_sixteen_bit_gradients_inside_a_fused_step(dtype: torch.dtype, scale: float, tmp_path: Path) -> None:
+    crash_and_compare(
+        tmp_path / "run", "mlp", "adamw-fused", dtype=dtype, scale=scale, infs=(3, 8), clip="", schedule="",
+        kills=SCALER_KILLS,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("setup", ["transformer", "lstm", "cnn"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["fp64", "bf16"])
+def test_models_of_any_width(setup: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    crash_and_compare(tmp_path / "run", setup, "adamw", dtype=dtype)
+
+
+def test_autocast_leaves_full_width_gradients(tmp_path: Path) -> None:
+    crash_and_compare(tmp_path / "run", "transformer", "adamw-fused", autocast=True)
+
+
+@pytest.mark.parametrize("setup", ["mlp", "cnn", "embedding", "gan", "lstm"])
+@pytest.mark.parametrize("family", ["adam", "adamw-fused", "sgd-nesterov-foreach", "own-registered"])
+def test_backward_may_run_in_a_closure_inside_the_step(setup: str, family: str, tmp_path: Path) -> None:
+    crash_and_compare(tmp_path / "run", setup, family, closure=True)
+
+
+@pytest.mark.parametrize("schedule", ["step", "cycle", "plateau", "epoch"])
+@pytest.mark.parametrize("family", ["adamw-fused", "sgd-momentum", "adam-tensor-lr"])
+def test_schedulers_of_every_rhythm(family: str, schedule: str, tmp_path: Path) -> None:
+    crash_and_compare(tmp_path / "run", "cnn", family, schedule=schedule, zero="before")
+
+
+@pytest.mark.parametrize("style", ["nested", "flat", "hand"])
+@pytest.mark.parametrize("generator", [False, True], ids=["global", "generator"])
+@pytest.mark.parametrize("setup", ["cnn", "transformer"])
+def test_loops_in_three_styles(setup: str, style: str, generator: bool, tmp_path: Path) -> None:
+    crash_and_compare(tmp_path / "run", setup, "adamw-fused", style=style, generator=generator)
+
+
+@pytest.mark.parametrize("batch", [1, 4, 5, 8, 9, 12])
+@pytest.mark.parametrize("moment", ["fetched", "backward", "step", "end"])
+def test_a_kill_next_to_the_end_of_a_pass(batch: int, moment: str, tmp_path: Path) -> None:
+    crash_and_compare(tmp_path / "run", "cnn", "sgd-momentum", kills=[Kill(batch, moment)])
+
+
+@pytest.mark.parametrize("family", ["adamw", "sgd-nesterov", "rmsprop-centered-foreach", "adafactor"])
+def test_weights_in_channels_last(family: str, tmp_path: Path) -> None:
+    crash_and_compare(tmp_path / "run", "cnn", family, channels_last=True)
+
+
+@pytest.mark.parametrize(
+    ("setup", "family"),
+    [("transformer", "adamw-fused"), ("mlp", "adam-foreach"), ("gan", "sgd-momentum"), ("lstm", "rmsprop"), ("mlp", "own")],
+)
+def test_models_too_large_to_be_compared_at_every_step(setup: str, family: str, tmp_path: Path) -> None:
+    crash_and_compare(tmp_path / "run", setup, family, size=5)
+
+
+@pytest.mark.parametrize("family", ["adam", "rmsprop-foreach", "adamw-fused"])
+def test_a_large_wgan_that_clamps_through_data(family: str, tmp_path: Path) -> None:
+    kills = [Kill(4, "clamp", 2), Kill(10, "clamp", 1)]
+    crash_and_compare(tmp_path / "run", "gan", family, clamp=True, kills=kills, size=8)
+
+
+def test_workers_and_prefetched_batches(tmp_path: Path) -> None:
+    crash_and_compare(tmp_path / "run", "cnn", "adamw-fused", num_workers=2)
+
+
+@pytest.mark.parametrize("setup", ["mlp", "lstm"])
+@pytest.mark.parametrize("kills", [[1], [2, 3], [3, 3, 3], [12, 12], [5, 6, 7, 8]], ids=str)
+def test_kills_that_follow_each_other_closely(setup: str, kills: list[int], tmp_path: Path) -> None:
+    crash_and_compare(tmp_path / "run", setup, "adam", kills=[Kill(n, "step") for n in kills])
+
+
+@pytest.mark.parametrize("family", ["adam", "sgd-nesterov-foreach", "adamw-fused", "own"])
+def test_flush_in_the_middle_of_a_step_makes_committed_steps_durable(family: str, tmp_path: Path) -> None:
+    t = build("mlp", family, 3)
+    with everstep.attach(t.model, t.optimizer, tmp_path / "run", extras=t.extras, durability="batch", quiet=True) as run:
+        for batch in run.steps(t.loader):
+            t.turn(batch)
+            run.flush()
+            assert run.durable_step == run.step == t.progress.batches - 1

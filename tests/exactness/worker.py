@@ -1,0 +1,55 @@
+"""A training program that is killed: trains a set-up with Everstep and writes down what it does as it goes.
+
+Every line is one write, so that a kill never tears one:
+    resumed STEP            where this process began
+    turn BATCH STEP LOSS    the loss (its bits) of this batch; STEP is the last committed one by then
+    ended
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import sys
+import time
+import warnings
+
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+import torch
+from harness import SEED, everything, loop
+from models import build
+
+import everstep
+
+
+def main(run_path: str, journal_path: str, result_path: str, case: str, generation: str) -> None:
+    torch.set_num_threads(1)
+    asked = json.loads(case)
+    style, epochs, pause_s = asked.pop("style"), asked.pop("epochs"), asked.pop("pause_s")
+    attach = asked.pop("attach")
+    warnings.simplefilter("error")
+    warnings.filterwarnings("default", category=everstep.errors.InexactWarning)
+    warnings.filterwarnings("ignore", message="Sparse invariant checks are implicitly disabled")
+    t = build(**asked, seed=SEED + 100 * int(generation))
+    t.epochs = epochs
+    journal = os.open(journal_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    first = True
+    with everstep.attach(t.model, t.optimizer, run_path, extras=t.extras, quiet=True, **attach) as run:
+        for _ in loop(t, run, style):
+            batch, _, loss = t.turns[-1]
+            if first:
+                os.write(journal, b"resumed %d\n" % run.stats()["resumed_step"])
+                first = False
+            os.write(journal, b"turn %d %d %s\n" % (batch, run.step, struct.pack("<d", loss).hex().encode()))
+            time.sleep(pause_s)
+    torch.save(everything(t), f"{result_path}.new")
+    os.rename(f"{result_path}.new", result_path)
+    os.write(journal, b"ended\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
