@@ -71,7 +71,7 @@ def test_the_examples_of_the_readme_run_one_after_the_other(tmp_path: Path, monk
     for block in blocks:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            exec(compile(block, "README.md", "exec"), names)  # noqa: S102
+            exec(compile(block, "README.md", "exec"), names)
     first = everstep.open("runs/first")
     assert first.steps[-1] == 128
     assert first.state()["model"]["weight"].shape == (1, 16)
@@ -86,7 +86,8 @@ def test_the_examples_of_the_readme_run_one_after_the_other(tmp_path: Path, monk
 def test_the_first_example_of_the_readme_goes_on_where_it_was_killed(tmp_path: Path) -> None:
     """The README's loop as it stands, killed in the middle, then run again."""
     block = python_blocks(README)[0]
-    body = block.replace("        optimizer.zero_grad()\n", "        optimizer.zero_grad()\n        print(run.step, flush=True)\n")
+    last = "        optimizer.zero_grad()\n"
+    body = block.replace(last, f"{last}        print(run.step, flush=True)\n")
     assert body != block
     script = tmp_path / "train.py"
     script.write_text(body.replace("optimizer.step()", "optimizer.step(); __import__('time').sleep(0.02)"))

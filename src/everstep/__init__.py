@@ -11,14 +11,46 @@
             ...
 """
 
-from everstep import data, errors
+from typing import TYPE_CHECKING, Any
+
+from everstep import errors
 from everstep.errors import EverstepError
-from everstep.fold import register
-from everstep.restore.history import History
-from everstep.restore.history import open_run as open
-from everstep.run import Run, attach
-from everstep.store.retention import Retention
+
+if TYPE_CHECKING:
+    from everstep import data
+    from everstep.fold import register
+    from everstep.restore.history import History
+    from everstep.restore.history import open_run as open
+    from everstep.run import Run, attach
+    from everstep.store.retention import Retention
 
 __version__ = "0.1.0"
 
 __all__ = ["EverstepError", "History", "Retention", "Run", "attach", "data", "errors", "open", "register"]
+
+# torch is imported by the first name that needs it, not by `everstep --help`.
+_WHERE = {
+    "History": ("everstep.restore.history", "History"),
+    "Retention": ("everstep.store.retention", "Retention"),
+    "Run": ("everstep.run", "Run"),
+    "attach": ("everstep.run", "attach"),
+    "data": ("everstep.data", ""),
+    "open": ("everstep.restore.history", "open_run"),
+    "register": ("everstep.fold", "register"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    import importlib
+
+    if name not in _WHERE:
+        raise AttributeError(f"module 'everstep' has no attribute {name!r}")
+    module, attribute = _WHERE[name]
+    found = importlib.import_module(module)
+    value = getattr(found, attribute) if attribute else found
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

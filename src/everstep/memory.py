@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -70,16 +71,15 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def view_bytes(tensor: torch.Tensor) -> Bytes:
-    """The memory of a contiguous CPU tensor as bytes, uncopied.
-
-    The caller keeps the tensor alive as long as it uses the view.
-    """
+    """The memory of a contiguous CPU tensor as bytes, uncopied. The view keeps the tensor alive."""
     size = tensor.numel() * tensor.element_size()
     if size == 0:
         return np.empty(0, np.uint8)
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         raise AssertionError("view_bytes wants a contiguous CPU tensor")
-    return np.frombuffer((ctypes.c_char * size).from_address(tensor.data_ptr()), np.uint8)
+    memory: Any = (ctypes.c_char * size).from_address(tensor.data_ptr())
+    memory.owner = tensor
+    return np.frombuffer(memory, np.uint8)
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:

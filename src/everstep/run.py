@@ -25,6 +25,7 @@ from everstep.capture.snapshot import Snapshot
 from everstep.capture.tap import NEVER_REPLAYED
 from everstep.errors import (
     EverstepError,
+    FormatError,
     InexactWarning,
     NothingToRestoreError,
     ReplayError,
@@ -126,6 +127,11 @@ class Run:
         self._path = RunPath(run)
         existed = self._path.exists()
         document = self._path.read_run() if existed else None
+        if document is not None and document.read_only:
+            raise FormatError(
+                f"{self._path.path} uses {', '.join(document.read_only)}, which this version of Everstep can read but not "
+                "write. Upgrade Everstep to go on with this run"
+            )
         self._document: RunDocument = document if document is not None else self._path.create()
         self._lock = WriterLock(self._path)
         self._capture: Capture | None = None
@@ -433,8 +439,12 @@ class Run:
         if self._skipped_passes:
             # Code between the finished passes has run again (schedulers, validation): undo what it did.
             self._apply_again(restored, cursor)
-        if saved["state"] is None and saved["generators"]:
-            loaders.set_generator_states(loader, saved["generators"])
+        if saved["state"] is None:
+            # The pass has not begun: what it draws when it begins comes from the generators as they were.
+            if saved["generators"]:
+                loaders.set_generator_states(loader, saved["generators"])
+            rng.install(cursor["rng"])
+            return loaders.open_pass(loader, epoch=self._pass_index, state=None)
         current = loaders.open_pass(loader, epoch=self._pass_index, state=saved["state"])
         rng.install(cursor["rng"])
         return current

@@ -68,7 +68,7 @@ def test_the_meter_counts_time_in_hooks_and_not_that_of_the_step_itself(tmp_path
     plain_zero_grad = meter._plain_zero_grad
 
     def slow_zero_grad(set_to_none=True):
-        time.sleep(0.05)
+        time.sleep(0.1)
         plain_zero_grad(set_to_none=set_to_none)
 
     meter._plain_zero_grad = slow_zero_grad
@@ -87,7 +87,7 @@ def test_the_meter_counts_time_in_hooks_and_not_that_of_the_step_itself(tmp_path
     begun = meter.seconds
     workloads.train_step(model, optimizer, batch)
     assert meter.seconds == begun, "hooks are gone after close"
-    assert measured < 0.05 * 5 + 0.2, "the 50 ms of the plain zero_grad are not Everstep's"
+    assert measured < 5 * 0.1, "the 100 ms of the plain zero_grad are not Everstep's"
 
 
 def test_what_the_run_counts_as_its_own_time_is_what_the_meter_sees(tmp_path):

@@ -20,7 +20,7 @@ from everstep.errors import EverstepError, NotARunError, NothingToRestoreError
 from support import crash
 
 
-@dataclass(repr=False)
+@dataclass
 class Finished:
     """A run with everything in it, its truth, and its files as they should be."""
 
@@ -34,6 +34,9 @@ class Finished:
     old_steps: list[int]
     slack: int
     """Steps that damage inside a file may take without a word: in a killed run it looks like the torn end of its log."""
+
+    def __repr__(self) -> str:
+        return f"<run at {self.path}>"
 
 
 def make(path: str, *, closed: bool) -> Finished:
@@ -139,13 +142,16 @@ WITHIN: list[Damage] = [flip, flip, cut_the_end, cut_out, zero, swap_ranges, dup
 KINDS = [".frames", ".safetensors", "manifest.json", "generations/", "layouts/", "timeline.json", "run.json", ""]
 
 
-@dataclass(repr=False)
+@dataclass
 class Case:
     """A copy of a run in which `changed` files have other contents (None: gone)."""
 
     run: Finished
     changed: dict[str, bytes | None]
     story: str
+
+    def __repr__(self) -> str:
+        return f"<{self.story}>"
 
     @property
     def single(self) -> bool:

@@ -153,5 +153,4 @@ def _bytes_of(tensor: torch.Tensor) -> Bytes:
     """
     if tensor.is_contiguous() and tensor.device.type == "cpu" and not (tensor.is_conj() or tensor.is_neg()):
         return view_bytes(tensor)
-    copy = plain(tensor)
-    return view_bytes(copy).copy() if copy.data_ptr() != tensor.data_ptr() else view_bytes(copy)
+    return view_bytes(plain(tensor))

@@ -232,8 +232,6 @@ class Offload:
         if self._durability == "os":
             self._log.write_out()
         elif force or self._unsynced >= self._batch_steps:
-            if self._frame is not None:
-                return  # a frame is open: its commit will sync
             begun = time.perf_counter()
             self._log.sync()
             self.sync_s += time.perf_counter() - begun

@@ -43,7 +43,7 @@ class Keeper:
         self._interval = interval
         self._register = _importable(optimizers) if follower else None
         self.base_step = _newest_base(path, timeline)
-        self._asked = max(self.base_step, step)
+        self._asked = max(self.base_step, 0)
         self._durable = step
         self.proven_step = -1
         self._process: subprocess.Popen[str] | None = None

@@ -122,22 +122,27 @@ class Manifest(msgspec.Struct):
     fingerprint: dict[str, Any] = {}
 
 
-def encode(body: object) -> bytes:
-    data = msgspec.json.encode(body)
+def encode(document: object) -> bytes:
+    data = msgspec.json.encode(document)
     return _HEAD + xxhash.xxh3_64_hexdigest(data).encode() + _MIDDLE + data + b"}\n"
+
+
+def body(data: bytes) -> bytes:
+    """The JSON inside the envelope of a document that decode() has accepted."""
+    return data[_START:-2]
 
 
 def decode(data: bytes, kind: type[T], where: str) -> T:
     """The document in these bytes; CorruptionError naming `where` if they are not exactly what was written."""
-    body = data[_START:-2]
+    content = body(data)
     if (
         not data.startswith(_HEAD)
         or data[_START - len(_MIDDLE) : _START] != _MIDDLE
         or data[-2:] != b"}\n"
-        or data[len(_HEAD) : len(_HEAD) + 16] != xxhash.xxh3_64_hexdigest(body).encode()
+        or data[len(_HEAD) : len(_HEAD) + 16] != xxhash.xxh3_64_hexdigest(content).encode()
     ):
         raise CorruptionError(f"{where} is damaged: its checksum does not fit its content")
     try:
-        return msgspec.json.decode(body, type=kind)
+        return msgspec.json.decode(content, type=kind)
     except msgspec.MsgspecError as e:
         raise CorruptionError(f"{where} is not a valid {kind.__name__}: {e}") from e

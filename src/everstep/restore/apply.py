@@ -139,6 +139,8 @@ def _apply_optimizer(state: State, live: Inventory, name: str, optimizer: Optimi
                 old.copy_(value)
             else:
                 group[key] = value
+    if state.step:
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask whether it has ever stepped
     optimizer.state.clear()
     for uid, values in saved.state.items():
         if uid == 0:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from everstep import cursor as cursors
 from everstep.errors import AuditError, CorruptionError, EverstepError, UsageError
 from everstep.fold import Folder
+from everstep.frame import SetLayout
 from everstep.naming import named
 from everstep.restore.apply import apply, public_state
 from everstep.restore.execute import (
@@ -177,6 +178,9 @@ def _verify_frame(line: Line, entry: Any) -> None:
     frames, readers = open_frames(line, plan)
     try:
         frames[0].check_payloads()
+        for op in frames[0].ops:
+            if isinstance(op, SetLayout):
+                layout_finder(line)(op.layout)
     finally:
         for reader in readers:
             reader.close()

@@ -1,4 +1,4 @@
-"""From a run's listing to what can be restored and how. Pure: a plan can be printed before anything is read."""
+"""From a run's listing to what can be restored and how. A plan can be printed before anything is restored."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 
 from everstep.errors import CorruptionError, NothingToRestoreError, StepNotFoundError
 from everstep.format.documents import GenerationDocument, Manifest
+from everstep.store import files
 from everstep.store.bases import base_folder
-from everstep.store.log import FrameEntry, Segment
+from everstep.store.log import FrameEntry, Segment, StoredFrame
 from everstep.store.runs import Listing
 
 
@@ -247,10 +248,27 @@ def _line(listing: Listing, generations: dict[int, GenerationDocument], newest: 
                     f"the log file of generation {span.generation} that begins at step {following} is missing or damaged"
                 )
                 line.lost_from = following if line.lost_from is None else min(line.lost_from, following)
+    _cut_torn_tail(line)
     missing = line.missing()
     if missing:
         line.problems.append(f"steps {describe_steps(missing)} were durable but cannot be restored any more")
     return line
+
+
+def _cut_torn_tail(line: Line) -> None:
+    """Frames that nothing says were durable are read in full before they count: their middle may have been lost."""
+    generation = line.newest.generation
+    tail = [n for n in sorted(line.frames) if n > line.durable_step and line.frames[n].generation == generation]
+    for i, step in enumerate(tail):
+        entry = line.frames[step]
+        try:
+            with files.Reader(entry.path, direct=True) as reader:
+                StoredFrame(entry, reader, line.segments[entry.path].seed).check_payloads()
+        except (CorruptionError, FileNotFoundError):
+            for torn in tail[i:]:
+                del line.frames[torn]
+            line.segments[entry.path].torn_bytes += entry.end_offset - entry.offset
+            return
 
 
 def line_files(line: Line, plan: Plan) -> list[str]:

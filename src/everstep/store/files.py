@@ -180,10 +180,8 @@ class Appender:
         self._filled = rest
 
     def sync(self) -> None:
-        """Return when all bytes so far are on stable storage. The offset must be block-aligned with O_DIRECT."""
+        """Return when all bytes so far are on stable storage (with O_DIRECT: up to the last block boundary)."""
         self.flush()
-        if self._filled:
-            raise AssertionError("sync at an unaligned offset")
         with _reported("sync", self.path):
             os.fdatasync(self._fd)
         _done("sync", self.path)
@@ -243,12 +241,17 @@ def make_dir(path: str) -> None:
 
 def make_dirs(path: str) -> None:
     """Make a folder and all that are missing above it, each durable."""
-    missing = []
-    while not os.path.isdir(path):
-        missing.append(path)
+    missing = [path]
+    while not os.path.isdir(os.path.dirname(path)):
         path = os.path.dirname(path)
+        missing.append(path)
     for folder in reversed(missing):
         make_dir(folder)
+    # Folders above may be as young, made by a process that was killed before it could sync them.
+    while os.path.dirname(path) != path:
+        path = os.path.dirname(path)
+        with contextlib.suppress(StorageError):  # not ours: it may not be ours to open
+            sync_dir(path)
 
 
 def sync_dir(path: str) -> None:

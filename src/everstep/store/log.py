@@ -55,9 +55,13 @@ class LogWriter:
         ):
             # The next file is there, durably, before this one says so: then a missing file is damage, never a crash.
             old, index = self._file, self._index
-            self._open(step, layout)
-            self.sync()
-            self._end(old, index, step, durable_step)
+            try:
+                self._open(step, layout)
+                self.sync()
+                self._end(old, index, step, durable_step)
+            except BaseException:
+                old.abandon()
+                raise
         if self._file is None:
             self._open(step, layout)
         assert self._file is not None
@@ -171,6 +175,7 @@ class LogWriter:
         end = SegmentEnd(
             tuple(i[0] for i in index), tuple(i[1] for i in index), tuple(i[2] for i in index), durable_step, next_step
         )
+        file.sync()  # a reader believes the index without looking at the frames: they must be there first
         payload = [np.frombuffer(msgspec.msgpack.encode(end), np.uint8)]
         self._record(END, payload, step=index[-1][0] if index else 0, ordinal=0, file=file)
         file.pad(BLOCK)

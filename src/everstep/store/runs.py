@@ -11,6 +11,8 @@ import socket
 import uuid
 from dataclasses import dataclass, field
 
+import xxhash
+
 from everstep.atoms import Layout
 from everstep.errors import CorruptionError, FormatError, NotARunError, RunBusyError
 from everstep.format import documents
@@ -161,17 +163,22 @@ class RunPath:
 
     def read_layout(self, layout_id: str, timelines: list[int]) -> Layout:
         """A layout by its id, wherever it was written."""
+        failures = []
         for timeline in timelines:
             path = os.path.join(self.layouts(timeline), f"{layout_id}.json")
             try:
                 data = files.read_whole(path)
             except FileNotFoundError:
                 continue
-            layout = documents.decode(data, Layout, path)
-            if layout.id != layout_id:
-                raise CorruptionError(f"{path} is not what its name says: it is layout {layout.id}")
-            return layout
-        raise CorruptionError(f"layout {layout_id} of {self.path} is missing")
+            try:
+                layout = documents.decode(data, Layout, path)
+                found = xxhash.xxh3_128_hexdigest(documents.body(data))[:16]
+                if found == layout_id:
+                    return layout
+                failures.append(f"{path} is not what its name says: it is layout {found}")
+            except CorruptionError as e:
+                failures.append(str(e))
+        raise CorruptionError("; ".join(failures) or f"layout {layout_id} of {self.path} is missing")
 
 
 _held: dict[tuple[int, int], str] = {}

@@ -1,0 +1,65 @@
+"""`everstep bench`: that the command line hands the right settings over and prints what it should."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from everstep.cli.main import app
+
+runner = CliRunner()
+
+
+def test_overhead_prints_one_json_document(tmp_path):
+    done = runner.invoke(
+        app, ["bench", "overhead", "--quick", "--json", "--threads", "1", "--pairs", "2", "--no-peers", "--dir", str(tmp_path)]
+    )
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert found["benchmark"] == "overhead" and found["machine"]["cores"] >= 1
+    [measured] = found["measurements"]
+    assert measured["num_threads"] == 1 and measured["num_pairs"] == 2
+    assert "peers" not in measured
+    assert "pairs of blocks: 2 of 2" in done.stderr
+    assert os.listdir(tmp_path) == []
+
+
+def test_restore_prints_one_json_document(tmp_path):
+    done = runner.invoke(app, ["bench", "restore", "--quick", "--json", "--no-peers", "--dir", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert found["benchmark"] == "restore" and found["num_frames"] == 6
+    assert {"everstep", "raw_read", "raw_fold", "frame_by_frame"} <= set(found["median_s"])
+    assert found["ratio"] > 0
+
+
+def test_results_are_also_told_in_words(tmp_path):
+    done = runner.invoke(
+        app, ["bench", "overhead", "--quick", "--rss", "--threads", "1", "--dir", str(tmp_path)], env={"COLUMNS": "200"}
+    )
+    assert done.exit_code == 0, done.output
+    for word in ("trainer", "follower", "without"):
+        assert word in done.stdout
+
+
+@pytest.mark.parametrize("arguments", [["--threads", "0"], ["--dir", "/no/such/folder"]])
+def test_wrong_arguments_are_told_and_exit_code_is_2(arguments):
+    done = runner.invoke(app, ["bench", "overhead", "--quick", *arguments])
+    assert done.exit_code == 2
+    assert "Traceback" not in done.stderr and arguments[0] in done.stderr
+
+
+@pytest.mark.long
+def test_the_program_measures_both_thread_counts_with_peers(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "everstep.cli.main", "bench", "overhead", "--quick", "--json", "--threads", "1", "--threads",
+         "2", "--dir", str(tmp_path)],
+        capture_output=True, text=True, timeout=110,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    measured = json.loads(done.stdout)["measurements"]
+    assert [m["num_threads"] for m in measured] == [1, 2]
+    assert all(set(m["peers"]) == {"torch.save", "dcp.async_save"} for m in measured)
