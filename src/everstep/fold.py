@@ -15,8 +15,9 @@ import contextlib
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ from everstep.frame import (
     TensorRef,
     Update,
 )
-from everstep.memory import dtype_of, with_strides
+from everstep.memory import Scratch, dtype_of, with_strides
 
 ELEMENTWISE = frozenset(
     f"torch.optim.{name}"
@@ -404,32 +405,108 @@ class _Direct(_Source):
         return self._frames[frame].read(wanted)
 
 
-class _Ahead(_Source):
-    """Reads a few events ahead in other threads."""
+class _Readers:
+    """A few threads that read for all workers."""
 
-    def __init__(
-        self, unit: _Unit, plan: _Plan, frames: Sequence[FrameData], pool: ThreadPoolExecutor, depth: int
-    ) -> None:
-        self._todo = iter(unit.requests(plan))
+    def __init__(self, num_threads: int) -> None:
+        self._todo: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._threads = [threading.Thread(target=self._work, name=f"everstep-read-{i}") for i in range(num_threads)]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, work: Callable[[], None]) -> None:
+        self._todo.put(work)
+
+    def close(self) -> None:
+        for _ in self._threads:
+            self._todo.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _work(self) -> None:
+        while True:
+            work = self._todo.get()
+            if work is None:
+                return
+            work()
+
+
+class _Read:
+    """One request on its way."""
+
+    __slots__ = ("_done", "error", "parts")
+
+    def __init__(self) -> None:
+        self._done = threading.Lock()
+        self._done.acquire()
+        self.parts: list[torch.Tensor] = []
+        self.error: BaseException | None = None
+
+    def run(self, frame: FrameData, wanted: list[tuple[TensorRef, int, int]], scratch: Scratch) -> None:
+        try:
+            self.parts = frame.read(wanted, scratch)
+        except BaseException as e:
+            self.error = e
+        finally:
+            self._done.release()
+
+    def result(self) -> list[torch.Tensor]:
+        self._done.acquire()
+        if self.error is not None:
+            raise self.error
+        return self.parts
+
+
+class _Ahead(_Source):
+    """Reads a few events ahead in other threads, past the end of one unit into the next."""
+
+    def __init__(self, units: deque[_Unit], plan: _Plan, frames: Sequence[FrameData], readers: _Readers) -> None:
+        self._units = units
+        self._plan = plan
         self._frames = frames
-        self._pool = pool
-        self._waiting: deque[Future[list[torch.Tensor]]] = deque()
-        for _ in range(depth):
+        self._readers = readers
+        self._taken: deque[_Unit] = deque()
+        self._todo: Iterator[tuple[int, list[tuple[TensorRef, int, int]]]] = iter(())
+        self._waiting: deque[_Read] = deque()
+        # A read's memory is used again when the read after the next has been handed out: nobody looks at it by then.
+        self._ring: deque[Scratch] = deque(Scratch() for _ in range(READ_AHEAD + 2))
+        for _ in range(READ_AHEAD):
             self._issue()
+
+    def next_unit(self) -> _Unit | None:
+        """The next unit to run; its first reads may already be under way."""
+        if not self._taken:
+            self._take()
+        return self._taken.popleft() if self._taken else None
+
+    def _take(self) -> bool:
+        try:
+            unit = self._units.popleft()
+        except IndexError:
+            return False
+        self._taken.append(unit)
+        self._todo = unit.requests(self._plan)
+        return True
 
     def _issue(self) -> None:
         request = next(self._todo, None)
-        if request is not None:
-            self._waiting.append(self._pool.submit(self._frames[request[0]].read, request[1]))
+        while request is None:
+            if not self._take():
+                return
+            request = next(self._todo, None)
+        read, scratch = _Read(), self._ring.popleft()
+        self._ring.append(scratch)
+        scratch.reset()
+        self._waiting.append(read)
+        self._readers.submit(partial(read.run, self._frames[request[0]], request[1], scratch))
 
     def get(self, event: int, frame: int, wanted: list[tuple[TensorRef, int, int]]) -> list[torch.Tensor]:
         result = self._waiting.popleft().result()
         self._issue()
         return result
 
-    def drop(self) -> None:
-        for future in self._waiting:
-            future.cancel()
+
+READ_AHEAD = 6
 
 
 class _Unit:
@@ -597,33 +674,28 @@ def _run_units(
     def work() -> None:
         nonlocal done
         torch.set_num_threads(1)
-        while not failures:
-            try:
-                unit = todo.popleft()
-            except IndexError:
-                return
-            source = _Ahead(unit, plan, frames, pool, depth=4)
-            try:
+        try:
+            source = _Ahead(todo, plan, frames, readers)
+            while not failures:
+                unit = source.next_unit()
+                if unit is None:
+                    return
                 unit.run(plan, source)
-            except BaseException as e:
-                failures.append(e)
-                return
-            finally:
-                source.drop()
-            with lock:
-                done += 1
-                if progress is not None:
-                    progress(done, len(units))
+                with lock:
+                    done += 1
+                    if progress is not None:
+                        progress(done, len(units))
+        except BaseException as e:
+            failures.append(e)
 
     before = torch.get_num_threads()
-    with ThreadPoolExecutor(max(2, num_workers + 1), "everstep-read") as pool:
-        workers = [
-            threading.Thread(target=work, name=f"everstep-fold-{i}") for i in range(min(num_workers, len(units)))
-        ]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
+    readers = _Readers(num_workers + 1)
+    workers = [threading.Thread(target=work, name=f"everstep-fold-{i}") for i in range(min(num_workers, len(units)))]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    readers.close()
     torch.set_num_threads(before)
     if failures:
         raise failures[0]

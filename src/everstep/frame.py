@@ -13,6 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from everstep.memory import Scratch
+
 
 class TensorRef(msgspec.Struct, array_like=True, frozen=True):
     """Where the elements of one dense tensor are: `num_pieces` records from ordinal `first` on.
@@ -150,6 +152,11 @@ class FrameData(Protocol):
     @property
     def ops(self) -> tuple[Op, ...]: ...
 
-    def read(self, wanted: Sequence[tuple[TensorRef, int, int]]) -> list[torch.Tensor]:
-        """For each (ref, start, stop) its logical elements [start, stop) as a 1-D tensor that the caller owns."""
+    def read(
+        self, wanted: Sequence[tuple[TensorRef, int, int]], scratch: Scratch | None = None
+    ) -> list[torch.Tensor]:
+        """For each (ref, start, stop) its logical elements [start, stop) as a 1-D tensor.
+
+        The caller owns them; with `scratch`, until it is reset.
+        """
         ...

@@ -7,6 +7,7 @@ tensor they came from; strides are kept beside them.
 from __future__ import annotations
 
 import ctypes
+import mmap
 import sys
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from everstep.errors import CorruptionError
 
 Bytes = npt.NDArray[np.uint8]
+_PAGE = 4096
 
 if sys.byteorder != "little":  # pragma: no cover - no such machine is supported by torch wheels
     raise ImportError("everstep stores little-endian bytes and runs on little-endian machines only")
@@ -96,6 +98,32 @@ def empty_bytes(num_bytes: int) -> tuple[torch.Tensor, Bytes]:
     """New memory, 64-byte aligned, as a uint8 tensor and as its numpy view."""
     tensor = torch.empty(num_bytes, dtype=torch.uint8)
     return tensor, tensor.numpy()
+
+
+class Scratch:
+    """Page-aligned memory that is handed out in parts and reused as a whole."""
+
+    def __init__(self) -> None:
+        self._memory: Bytes = np.empty(0, np.uint8)
+        self._used = 0
+        self._wanted = 0
+
+    def reset(self) -> None:
+        """Everything handed out may be overwritten from now on."""
+        if self._wanted > len(self._memory):
+            # Anonymous maps are page-aligned; the old one lives on while anyone uses it.
+            self._memory = np.frombuffer(mmap.mmap(-1, self._wanted), np.uint8)
+        self._used = self._wanted = 0
+
+    def take(self, num_bytes: int) -> Bytes:
+        """num_bytes and two pages, aligned to a page; new memory if what is there does not suffice yet."""
+        size = (num_bytes // _PAGE + 3) * _PAGE
+        self._wanted += size
+        if self._used + size > len(self._memory):
+            return np.frombuffer(mmap.mmap(-1, size), np.uint8)
+        part = self._memory[self._used : self._used + size]
+        self._used += size
+        return part
 
 
 def strides_of(tensor: torch.Tensor) -> tuple[int, ...] | None:

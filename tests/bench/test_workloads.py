@@ -23,7 +23,7 @@ def test_a_batch_has_the_tokens_asked_for():
     for tokens in (256, 1024):
         batch = next(iter(workloads.batches(Workload(tokens=tokens), num_batches=2)))
         assert batch[:, 1:].numel() == tokens
-        assert 0 <= int(batch.min()) and int(batch.max()) < Workload().vocabulary
+        assert int(batch.min()) >= 0 and int(batch.max()) < Workload().vocabulary
 
 
 def test_a_step_lowers_the_loss_on_its_own_batch():

@@ -14,9 +14,8 @@ runner = CliRunner()
 
 
 def test_overhead_prints_one_json_document(tmp_path):
-    done = runner.invoke(
-        app, ["bench", "overhead", "--quick", "--json", "--threads", "1", "--pairs", "2", "--no-peers", "--dir", str(tmp_path)]
-    )
+    options = ["--threads", "1", "--pairs", "2", "--no-peers", "--dir", str(tmp_path)]
+    done = runner.invoke(app, ["bench", "overhead", "--quick", "--json", *options])
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     assert found["benchmark"] == "overhead" and found["machine"]["cores"] >= 1

@@ -20,7 +20,7 @@ from everstep.errors import EverstepError, NotARunError, NothingToRestoreError
 from support import crash
 
 
-@dataclass
+@dataclass(repr=False)
 class Finished:
     """A run with everything in it, its truth, and its files as they should be."""
 
@@ -35,8 +35,8 @@ class Finished:
     slack: int
     """Steps that damage inside a file may take without a word: in a killed run it looks like the torn end of its log."""
 
-    def __repr__(self) -> str:
-        return f"<run at {self.path}>"
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(f"<run at {self.path}>")
 
 
 def make(path: str, *, closed: bool) -> Finished:
@@ -142,7 +142,7 @@ WITHIN: list[Damage] = [flip, flip, cut_the_end, cut_out, zero, swap_ranges, dup
 KINDS = [".frames", ".safetensors", "manifest.json", "generations/", "layouts/", "timeline.json", "run.json", ""]
 
 
-@dataclass
+@dataclass(repr=False)
 class Case:
     """A copy of a run in which `changed` files have other contents (None: gone)."""
 
@@ -150,8 +150,8 @@ class Case:
     changed: dict[str, bytes | None]
     story: str
 
-    def __repr__(self) -> str:
-        return f"<{self.story}>"
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(f"<{self.story}>")
 
     @property
     def single(self) -> bool:

@@ -93,7 +93,7 @@ def train_under_fire(
                     os.kill(worker.pid, signal.SIGKILL)
                     worker.wait()
                     break
-                time.sleep(0.001)
+                time.sleep(0.003)
             generation += 1
             if worker.returncode == 0:
                 return journal, kills

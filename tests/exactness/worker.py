@@ -33,6 +33,8 @@ def main(run_path: str, journal_path: str, result_path: str, case: str, generati
     attach = asked.pop("attach")
     warnings.simplefilter("error")
     warnings.filterwarnings("default", category=everstep.errors.InexactWarning)
+    if asked.get("clamp"):  # a weight that reaches the clamp for the first time late in the run is reported
+        warnings.filterwarnings("default", category=everstep.errors.HiddenEditWarning)
     warnings.filterwarnings("ignore", message="Sparse invariant checks are implicitly disabled")
     t = build(**asked, seed=SEED + 100 * int(generation))
     t.epochs = epochs

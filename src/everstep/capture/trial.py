@@ -13,7 +13,7 @@ from everstep.atoms import Layout, OptimizerSpec
 from everstep.capture.pending import PendingUpdate
 from everstep.fold import Folder, OptimizerState, State, class_name
 from everstep.frame import Gradient, Op, SparseRef, TensorRef, Update
-from everstep.memory import CODE_BY_DTYPE, same_bits, strides_of
+from everstep.memory import CODE_BY_DTYPE, Scratch, same_bits, strides_of
 
 
 class _MemoryFrame:
@@ -40,7 +40,9 @@ class _MemoryFrame:
             CODE_BY_DTYPE[t.dtype], tuple(t.shape), len(self._tensors) - 1, 1, 0, strides_of(t)
         )
 
-    def read(self, wanted: Sequence[tuple[TensorRef, int, int]]) -> list[torch.Tensor]:
+    def read(
+        self, wanted: Sequence[tuple[TensorRef, int, int]], scratch: Scratch | None = None
+    ) -> list[torch.Tensor]:
         return [self._tensors[r.first].detach().reshape(-1)[start:stop].clone() for r, start, stop in wanted]
 
 

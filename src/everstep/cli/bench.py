@@ -56,6 +56,7 @@ def overhead(
                     num_pairs=min(pairs, 4) if quick else pairs, block_steps=block_steps or (4 if quick else None),
                     base_interval=base_interval or (32 if quick else None),
                     num_peer_pairs=(1 if quick else 3) if peers else 0, folder=folder,
+                    wait_for_follower=not quick,
                 )  # fmt: skip
                 if rss:
                     last = 120 if quick else 500

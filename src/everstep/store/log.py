@@ -20,7 +20,7 @@ from everstep.format import records
 from everstep.format.records import BLOCK, CURSOR, DATA, END, FOOTER, HEADER_BYTES, SEGMENT, Header, aligned
 from everstep.format.segment import SegmentEnd, SegmentHeader, file_name
 from everstep.frame import Footer, Op, TensorRef, audit_entries
-from everstep.memory import Bytes, dtype_of, empty_bytes
+from everstep.memory import Bytes, Scratch, dtype_of, empty_bytes
 from everstep.store import files
 
 _MAX_META_BYTES = 1 << 30
@@ -406,7 +406,7 @@ class StoredFrame:
         """The encoded cursor of this step."""
         return self._raw(len(self.headers) - 1, CURSOR).tobytes()
 
-    def _raw(self, ordinal: int, type_: int = DATA, scratch: Bytes | None = None) -> Bytes:
+    def _raw(self, ordinal: int, type_: int = DATA, scratch: Scratch | None = None) -> Bytes:
         """Decoded payload of one record, verified."""
         try:
             header, offset = self.headers[ordinal], self._offsets[ordinal]
@@ -414,10 +414,8 @@ class StoredFrame:
             raise self._damaged("a reference to a record") from None
         if header.type != type_:
             raise self._damaged("a reference to a record")
-        stored = self._reader.read_direct(
-            _aligned_bytes(header.stored_bytes) if scratch is None else scratch,
-            offset + HEADER_BYTES, header.stored_bytes,
-        )  # fmt: skip
+        memory = (scratch or Scratch()).take(header.stored_bytes)
+        stored = self._reader.read_direct(memory, offset + HEADER_BYTES, header.stored_bytes)
         if (
             len(stored) != header.stored_bytes
             or records.payload_sum(stored, records.at(self._seed, offset)) != header.payload_sum
@@ -438,12 +436,16 @@ class StoredFrame:
                 raise self._damaged(f"the header of record {ordinal}")
             self._raw(ordinal, header.type)
 
-    def read(self, wanted: Sequence[tuple[TensorRef, int, int]]) -> list[torch.Tensor]:
+    def read(
+        self, wanted: Sequence[tuple[TensorRef, int, int]], scratch: Scratch | None = None
+    ) -> list[torch.Tensor]:
         """Logical elements [start, stop) of tensors in this frame, each as a 1-D tensor of its dtype."""
         shared: dict[int, Bytes] = {}
-        return [self._elements(ref, start, stop, shared) for ref, start, stop in wanted]
+        return [self._elements(ref, start, stop, shared, scratch) for ref, start, stop in wanted]
 
-    def _elements(self, ref: TensorRef, start: int, stop: int, shared: dict[int, Bytes]) -> torch.Tensor:
+    def _elements(
+        self, ref: TensorRef, start: int, stop: int, shared: dict[int, Bytes], scratch: Scratch | None
+    ) -> torch.Tensor:
         dtype = dtype_of(ref.dtype)
         size = dtype.itemsize
         if stop <= start:
@@ -460,9 +462,9 @@ class StoredFrame:
                 if packed:
                     raw = shared.get(ordinal)
                     if raw is None:
-                        raw = shared[ordinal] = self._raw(ordinal)
+                        raw = shared[ordinal] = self._raw(ordinal, DATA, scratch)
                 else:
-                    raw = self._raw(ordinal)
+                    raw = self._raw(ordinal, DATA, scratch)
                 first = ref.offset + (low - position) * size
                 parts.append(self._typed(raw[first : first + (high - low) * size], dtype, high - low))
             position += count
@@ -477,10 +479,3 @@ class StoredFrame:
             raw = raw.copy()
         return torch.from_numpy(raw).view(dtype)
 
-
-def _aligned_bytes(num_bytes: int) -> Bytes:
-    """Page-aligned memory for read_direct."""
-    total = num_bytes + 3 * BLOCK
-    _, buffer = empty_bytes(total)
-    skip = -buffer.ctypes.data % BLOCK
-    return buffer[skip : skip + num_bytes + 2 * BLOCK]
