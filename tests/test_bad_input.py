@@ -173,11 +173,11 @@ def test_an_extra_that_the_run_does_not_have_is_refused(run_path: Path) -> None:
 
 def test_a_missing_step_is_refused_and_says_which_there_are(run_path: Path) -> None:
     before = tree_hash(run_path)
-    model, optimizer = build()
+    model, optimizer, extras = with_extras(*build())
     live = live_state(model, optimizer)
     with (
         pytest.raises(StepNotFoundError, match="0 to 4"),
-        everstep.attach(model, optimizer, run_path, extras={"sched": scheduler(optimizer)}, quiet=True) as run,
+        everstep.attach(model, optimizer, run_path, extras=extras, quiet=True) as run,
     ):
         run.resume(step=17)
     assert different(live, live_state(model, optimizer)) == []
@@ -335,11 +335,9 @@ class Strange:
     [
         ({"a": {"b": [1, Strange()]}}, ("holder", "a", "b", "1", "Strange")),
         ({"f": len}, ("holder", "f", "builtin_function")),
-        ({"s": {1, 2}}, ("holder", "s", "set")),
         ({("k", 1): 2}, ("holder", "tuple")),
         ({1.5: 2}, ("holder", "float")),
         ({"g": (i for i in range(2))}, ("holder", "g", "generator")),
-        ({"t": torch.float32}, ("holder", "t", "dtype")),
     ],
 )  # fmt: skip
 def test_an_unsupported_extra_is_refused_with_its_path_and_type(value: Any, words: Any, tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def train(path: Any, steps: int, *, at: Any = "latest", end: str = "crash", seed
 def test_every_step_can_be_brought_back_from_any_generation(end: str, tmp_path: Any) -> None:
     truth: dict[int, Any] = {}
     for i in range(4):
-        truth.update(train(tmp_path / "run", 5, end=end, seed=i).states)
+        truth.update(train(tmp_path / "run", 5, end=end, seed=i, retention={"bases": 9}).states)
     assert sorted(truth) == list(range(21))
     check_history(tmp_path / "run", truth)
 
@@ -70,7 +70,7 @@ def test_resuming_an_older_step_opens_a_timeline_and_keeps_the_old_one(tmp_path:
     history = everstep.open(path)
     assert history.timelines == [1, 2]
     assert history.steps == list(range(8))
-    assert history.steps_of(1) == list(range(9))
+    assert everstep.open(path, timeline=1).steps == list(range(9))
     check_history(path, {**{n: first[n] for n in range(3)}, **second})
     check_history(path, first, timeline=1)
     third = train(path, 2, seed=10)
@@ -145,24 +145,6 @@ def test_a_restart_goes_on_when_the_fork_was_killed_before_its_first_step(tmp_pa
 
 def segments(path: Any) -> list[Path]:
     return sorted(Path(path).glob("timelines/*/log/rank-00000/*.frames"))
-
-
-def test_frames_of_a_dead_generation_never_mix_in(tmp_path: Any) -> None:
-    """Frames of a first generation turn up after a second has gone on from before them."""
-    path = tmp_path / "run"
-    first = train(path, 3, durability="os").states
-    size = segments(path)[0].stat().st_size
-    shutil.copytree(path, tmp_path / "copy")
-    # The same generation goes on to step 8 in a copy, as if the second had not seen its last writes.
-    more = train(tmp_path / "copy", 0)
-    del more
-    full = train(tmp_path / "longer", 8, durability="os").states
-    del full
-    second = train(path, 2, seed=7).states
-    assert sorted(second) == [3, 4, 5]
-    stale = segments(path)[0]
-    assert stale.stat().st_size == size
-    check_history(path, {**first, **second})
 
 
 def test_stale_frames_and_bases_of_a_dead_generation_are_ignored(tmp_path: Any) -> None:
@@ -325,7 +307,8 @@ def test_a_lost_step_that_was_durable_is_an_error_that_says_what_is_left(tmp_pat
     log = segments(tmp_path / "run")[0]
     ends = frame_ends(tmp_path / "run")
     data = bytearray(log.read_bytes())
-    data[ends[4] + 100] ^= 1
+    for i in range(ends[4] + 64, ends[4] + 600):
+        data[i] ^= 1
     log.write_bytes(data)
     with pytest.raises(CorruptionError, match="0 to 4"):
         everstep.open(tmp_path / "run").state()

@@ -15,6 +15,7 @@ import torch
 
 import everstep
 from everstep import errors
+from support import crash
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
@@ -118,6 +119,43 @@ def test_the_readme_names_every_option_of_attach_and_no_other() -> None:
     named = set(re.findall(r"`([a-z_]+)`", " ".join(line.split("|")[1] for line in table.splitlines() if "|" in line)))
     named |= {name for name in Options.__dataclass_fields__ if f"`{name}`" in table}
     assert named - {"option"} == set(Options.__dataclass_fields__)
+
+
+def test_a_step_that_a_refusal_offers_can_be_resumed(tmp_path: Path) -> None:
+    """docs/failure-model.md: a durable step is gone: resume() refuses, resume(step=n) with a step it lists goes on."""
+
+    def attach() -> tuple[torch.nn.Module, torch.optim.Optimizer, everstep.Run]:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(8, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return model, optimizer, everstep.attach(model, optimizer, tmp_path / "run", quiet=True, follower=False)
+
+    model, optimizer, run = attach()
+    run.resume()
+    truth = {}
+    for _ in range(6):
+        model(torch.randn(2, 8)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        truth[run.commit(wait=True)] = model.weight.detach().clone()
+    crash(run)
+    (segment,) = tmp_path.rglob("*.frames")
+    data = bytearray(segment.read_bytes())
+    for at in range(len(data) // 2, len(data) // 2 + 5000, 300):
+        data[at] ^= 0xFF
+    segment.write_bytes(bytes(data))
+
+    model, optimizer, run = attach()
+    before = model.weight.detach().clone()
+    with pytest.raises(errors.CorruptionError, match=r"were durable .* Restorable steps: 0 to \d"):
+        run.resume()
+    assert torch.equal(model.weight, before)
+    offered = everstep.open(tmp_path / "run").steps[-1]
+    assert 0 < offered < 5
+    assert run.resume(step=offered) == offered
+    assert torch.equal(model.weight, truth[offered])
+    run.close()
+    assert everstep.open(tmp_path / "run").steps == list(range(offered + 1))
 
 
 def test_every_link_within_the_documents_leads_somewhere() -> None:

@@ -108,12 +108,12 @@ class Truth:
 def check_history(path: Any, truth: Truth | dict[int, Any], *, complete: bool = True, timeline: int | None = None) -> None:
     """Every restorable step has the bits it had; `complete`: and every noted step is restorable."""
     states = truth.states if isinstance(truth, Truth) else truth
-    history = everstep.open(path)
-    steps = history.steps if timeline is None else history.steps_of(timeline)
+    history = everstep.open(path, timeline=timeline)
+    steps = history.steps
     if complete:
-        assert steps == sorted(states)
+        assert steps == sorted(states), f"restorable: {steps}"
     for n in steps:
-        wrong = different(states[n], history.state(n, timeline=timeline))
+        wrong = different(states[n], history.state(n))
         assert wrong == [], f"step {n}: {wrong[:4]}"
 
 

@@ -103,6 +103,8 @@ class State:
     optimizers: dict[str, OptimizerState]
     carried: dict[int, torch.Tensor] = field(default_factory=dict)
     """Gradients that the next backward adds to."""
+    lost: set[int] = field(default_factory=set)
+    """Parameters whose carried gradient could not be stored."""
     cursor: bytes = b""
 
 
@@ -352,8 +354,11 @@ def set_carried(
     consumed: Mapping[int, tuple[int, Gradient]] | Mapping[int, Gradient],
 ) -> None:  # fmt: skip
     """What is left on a parameter at the commit for the next backward to add to."""
-    if kind == "none":
+    state.lost.discard(uid)
+    if kind in ("none", "lost"):
         state.carried.pop(uid, None)
+        if kind == "lost":
+            state.lost.add(uid)
     elif kind == "zero":
         state.carried[uid] = torch.zeros_like(state.tensors[uid])
     elif kind == "given" and ref is not None:

@@ -24,6 +24,7 @@ from everstep.capture.offload import DURABILITIES
 from everstep.capture.snapshot import Snapshot
 from everstep.capture.tap import NEVER_REPLAYED
 from everstep.errors import (
+    CorruptionError,
     EverstepError,
     FormatError,
     InexactWarning,
@@ -134,6 +135,8 @@ class Run:
             )
         self._document: RunDocument = document if document is not None else self._path.create()
         self._lock = WriterLock(self._path)
+        if existed:
+            self._path.sync([])  # a process that was killed while it made the run may not have
         self._capture: Capture | None = None
         self._keeper: Keeper | None = None
         self._resumed: int | None = None
@@ -151,6 +154,7 @@ class Run:
         self._next_retry = 0.0
         self._rebase = False
         self._proven = True
+        self._torn = False
         self._synced_base = -1
         self._last_cursor: dict[str, Any] = {}
         self._restore_s = 0.0
@@ -246,6 +250,8 @@ class Run:
         capture.offload.flush()
         if capture.snapshot is not None and not self._base_ready:
             capture.snapshot.wait()
+            if not self._base_ready and not capture.errors() and capture.is_as_committed():
+                capture.take_base(self._last_cursor, self._on_base, copy=True).wait()
         self._look_at_errors()
 
     def stats(self) -> dict[str, Any]:
@@ -337,7 +343,7 @@ class Run:
         self._warn_if_unproven(restored)
         self._apply(restored, cursor)
         self._path.sync(line_files(line, restored.plan))
-        fork = at != line.latest() if asked != "latest" else False
+        fork = asked != "latest" and not _is_newest(line, at)
         timeline = line.timelines[0]
         if fork:
             timeline = max(listing.timelines) + 1
@@ -363,6 +369,13 @@ class Run:
         return at
 
     def _warn_if_unproven(self, restored: Restored) -> None:
+        if restored.state.lost:
+            warnings.warn(
+                f"at step {restored.state.step} gradients were being accumulated over the commit and could not be stored: "
+                f"resume(step={restored.state.step - 1}) goes on exactly",
+                InexactWarning,
+                stacklevel=3,
+            )
         changed = differences(restored.fingerprint, fingerprint())
         if changed and restored.plan.frames and not restored.proven:
             warnings.warn(
@@ -424,7 +437,7 @@ class Run:
         self._capture.offload.on_durable = self._on_durable
         self._keeper = Keeper(
             self._path, timeline, generation, step, options.retention, options.base_interval,
-            follower=options.follower, optimizers=self._optimizers,
+            follower=options.follower, optimizers=self._optimizers, say=self._say,
         )  # fmt: skip
 
     # -- data ---------------------------------------------------------------------------------------------------------
@@ -502,13 +515,15 @@ class Run:
             self._take_base()
 
     def _take_base(self) -> None:
-        self._live().take_base(self._last_cursor, self._on_base)
+        copy, self._torn = self._torn, False
+        self._live().take_base(self._last_cursor, self._on_base, copy=copy)
 
     def _on_base(self, snapshot: Snapshot) -> None:
         """In the base thread."""
         capture = self._capture
         if snapshot.torn and capture is not None:
             capture.wants_base = "the last one was disturbed by an edit"
+            self._torn = True
         if snapshot.manifest is None or capture is None or self._keeper is None:
             return
         self._synced_base = max(self._synced_base, snapshot.step)
@@ -646,6 +661,14 @@ def _note_on(optimizer: Optimizer) -> str:
             "everstep.register(YourOptimizer) lets followers and everstep.open() replay it"
         )
     return ""
+
+
+def _is_newest(line: Line, at: int) -> bool:
+    """False also when newer steps were lost: going on from here is a fork."""
+    try:
+        return at == line.latest()
+    except CorruptionError:
+        return False
 
 
 def _computes_differently(recorded: dict[str, Any]) -> bool:

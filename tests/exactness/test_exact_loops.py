@@ -13,6 +13,7 @@ from test_exact_product import crash_and_compare
 import everstep
 
 # A loop, a foreach that writes into gradients, and two fused ones: the four ways in which gradients are consumed.
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
 FOUR = ["adam", "sgd-nesterov-foreach", "adamw-fused", "sgd-momentum-fused"]
 ZERO = ["after", "before", "after-zeros", "before-zeros", "model", "model-zeros", "by-hand", "detach"]
 

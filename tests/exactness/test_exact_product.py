@@ -13,6 +13,7 @@ from models import FAMILIES, SETUPS, SPARSE_FAMILIES, Training, build
 import everstep
 from everstep.errors import ReplayError
 
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
 NOT_POSSIBLE = {
     # torch's fused SGD cannot take a parameter that gets its first gradient later than others of its group.
     ("lstm", "sgd-momentum-fused"),

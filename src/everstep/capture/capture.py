@@ -21,7 +21,7 @@ from everstep import tree
 from everstep.atoms import Layout, state_uid
 from everstep.capture.auditor import Auditor
 from everstep.capture.offload import Offload
-from everstep.capture.pending import Audit, Item, PendingCommit, PendingLayout, PendingTensor, Seal
+from everstep.capture.pending import Audit, Item, PendingCommit, PendingLayout, PendingState, PendingTensor, Seal
 from everstep.capture.registrations import Registrations
 from everstep.capture.snapshot import Snapshot
 from everstep.capture.tap import Tap
@@ -33,6 +33,8 @@ from everstep.naming import Inventory, take_inventory
 from everstep.store.bases import Slot
 from everstep.store.log import LogWriter
 
+COPY_AT_ONCE_BYTES = 64 << 20
+"""A base up to this size is copied on the training thread: quicker than to find out that it was disturbed."""
 _requires_grad = attrgetter("requires_grad")
 
 
@@ -129,12 +131,14 @@ class Capture:
     def commit(self, cursor: Callable[[], dict[str, Any]]) -> bool:
         """Close the frame of the next step, if anything happened. Returns whether it did."""
         for tap in self.taps.values():
-            tap.reset_after_exception()
+            self._updates += tap.reset_after_exception()
         if self._structure_changed() or any(t.groups_changed() for t in self.taps.values()):
             self._restructure()
         for item in self._watch.at_commit():
             self._overwrites += 1
             self.put(item)
+        if self._watch.reshaped:
+            self._restructure()
         for tap in self.taps.values():
             if tap.results_due:
                 self._store_results(tap)
@@ -182,13 +186,13 @@ class Capture:
     def _audit(self) -> Audit:
         audit = Audit()
         audit.buffers = self._watch.small_buffers()
-        must, may = self._watch.targets()
+        for uid, piece, value in self._watch.slice_sums():
+            audit.add(uid, piece, value)
         if self._watch.covers_all():
-            for uid, piece, value in self._watch.slice_sums():
-                audit.add(uid, piece, value)
             audit.complete = True
             audit.done.set()
             return audit
+        must, may = self._watch.quiet_targets()
         self._auditor.end()
         self._auditor.begin(audit, must, may, self.step_s)
         return audit
@@ -263,6 +267,11 @@ class Capture:
                 tap.settle(force=True)
                 tap.regroup()
                 self.put(tap.groups_item())
+            renamed = {new.uid_of[id(p)] for p in tap.params if old.uid_of.get(id(p)) != new.uid_of[id(p)]}
+            for item in tap.state_items():
+                if isinstance(item, PendingState) and item.uid in renamed and item.state is not None:
+                    self.put(item)
+        self._watch.reshaped = False
         self._watch.install(new)
         self._overwrites += 1
 
@@ -272,14 +281,23 @@ class Capture:
         """Whether the live state still is S(step): then a base of it can be taken."""
         return not self.pending() and all(tap.carry_is_intact() for tap in self.taps.values())
 
-    def take_base(self, cursor: dict[str, Any], on_done: Callable[[Snapshot], None]) -> Snapshot:
-        """Start a base of S(step): right after a commit, before the first step, or when is_as_committed()."""
+    def take_base(
+        self, cursor: dict[str, Any], on_done: Callable[[Snapshot], None], *, copy: bool = False
+    ) -> Snapshot:
+        """Start a base of S(step): right after a commit, before the first step, or when is_as_committed().
+
+        `copy`: everything is copied now; else in the background, except for what is small or known to be edited.
+        """
         if self.snapshot is not None:
             self.snapshot.guard()
             self.snapshot.wait()
         slots, tensors, settled = self._atoms()
         optimizers = tuple(self._stored_optimizer(tap, slots, tensors, settled) for tap in self.taps.values())
         carried = self._carried(slots, tensors, settled)
+        small = sum(s.num_bytes for s in slots) <= COPY_AT_ONCE_BYTES
+        for i, slot in enumerate(slots):
+            if not settled[i] and (copy or small or self._watch.is_volatile(slot.uid)):
+                tensors[i], settled[i] = _copy(tensors[i]), True
         d = self._destination
         layout = self._inventory.layout
 
@@ -292,10 +310,19 @@ class Capture:
 
         self.wants_base = ""
         self.snapshot = Snapshot(
-            d.bases, self.step, slots, tensors, settled, fields, direct=d.direct, audit=self._last_audit,
-            on_done=on_done,
+            d.bases, self.step, slots, tensors, settled, fields, direct=d.direct, audit=self._expected(), on_done=on_done,
         )  # fmt: skip
         return self.snapshot
+
+    def _expected(self) -> Audit | None:
+        """Hashes that a base taken now must have."""
+        if self._last_audit is not None or not self._watch.covers_all():
+            return self._last_audit
+        audit = Audit()
+        for uid, piece, value in self._watch.slice_sums():
+            audit.add(uid, piece, value)
+        audit.done.set()
+        return audit
 
     def _atoms(self) -> tuple[list[Slot], list[torch.Tensor], list[bool]]:
         slots, tensors, settled = [], [], []
@@ -378,6 +405,11 @@ class Capture:
 
     def background_s(self) -> dict[str, float]:
         return {"write": self.offload.busy_s, "audit": self._auditor.busy_s}
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with the same strides where there are any to keep."""
+    return tensor.clone(memory_format=torch.preserve_format)
 
 
 def _slot(uid: int, role: str, key: str, tensor: torch.Tensor, keys: set[str]) -> Slot:

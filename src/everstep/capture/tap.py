@@ -375,7 +375,7 @@ class Tap:
         self._trials_left -= 1
         wrong = trial.differs(update)
         if wrong:
-            self.overwrite = True
+            self.overwrite, self._held = True, None
             self._recorder.warn(
                 f"{class_name(type(self.optimizer))} ({self.name!r}) cannot be replayed bit for bit here: {wrong}. Its "
                 "results are stored at every step instead of its gradients; that costs more bytes and a copy",
@@ -420,7 +420,8 @@ class Tap:
                 for uid, p, g in zip(self._uids_of(held), held.params, held.grads, strict=True)
                 if p.grad is g and g is not None and not g.is_sparse
             ]
-            held.seal.also = [PendingCarry("consumed", left)]
+            # If they have been added to by now, what they were at the commit is no longer known.
+            held.seal.also = [PendingCarry("consumed" if held.untouched() else "lost", left)]
             self._carry_kinds = dict.fromkeys(left, "consumed")
             self._carries = True
         self._left_at_commit = False
@@ -494,6 +495,7 @@ class Tap:
                 self._carry_kinds, self._carry_versions = {}, {}
                 return [gone]
             return []
+        held = self._held
         consumed = {} if held is None else {id(g): v for g, v in zip(held.grads, held.versions, strict=True)}
         self._at_commit = [p.grad for p in self.params]
         kinds: dict[int, str] = {}
@@ -531,6 +533,8 @@ class Tap:
         if held.seal.open.is_set() or not held.attached():
             return True
         self._left_at_commit = held.untouched()
+        if not self._left_at_commit:
+            self.settle(force=True)
         return self._left_at_commit
 
     def carry_is_intact(self) -> bool:
@@ -557,11 +561,14 @@ class Tap:
         consumed = {} if held is None else {id(g): v for g, v in zip(held.grads, held.versions, strict=True)}
         return any(g is not None and consumed.get(id(g)) != g._version for g in map(_grad, self.params))
 
-    def reset_after_exception(self) -> None:
-        """A step raised before its post-hook: what it changed is unknown."""
-        if self._depth:
-            self._depth = 0
-            self.results_due = True
+    def reset_after_exception(self) -> bool:
+        """Whether a step raised before its post-hook: what it changed is unknown, and is stored as it is."""
+        if not self._depth:
+            return False
+        self._depth = 0
+        self.results_due = True
+        self._held = None
+        return True
 
 
 def _versions_of(grads: Sequence[torch.Tensor | None]) -> list[int]:

@@ -104,7 +104,9 @@ class Watch:
         self._updates = dict.fromkeys(optimizers, 0)
         self._surprises = dict.fromkeys(optimizers, 0)
         self._volatile: set[int] = set()
-        self._slice: list[tuple[Watched, int, int, int]] = []
+        self._slice: list[tuple[Watched, int, int, int, int]] = []
+        self.reshaped = False
+        """A tensor has another shape or dtype than its atom: the layout must be made anew."""
         self._whole_slice = False
         self._everything: list[Watched] | None = None
         self._all_states: list[Watched] = []
@@ -178,10 +180,20 @@ class Watch:
         self._state_versions[name] = list(map(_versions, self._state_tensors[name]))
 
     def targets(self) -> tuple[list[Watched], list[Watched]]:
-        """(parameters and large buffers, optimizer state): what an audit hashes."""
+        """(parameters and large buffers, optimizer state): what makes up the state, apart from small buffers."""
         if self._everything is None:
             self._all_states = [w for states in self._states.values() for w in states]
         return self._tensors, self._all_states
+
+    def quiet_targets(self) -> tuple[list[Watched], list[Watched]]:
+        """The same without what is known to change between commit and update: that is hashed at the commit itself."""
+        tensors, states = self.targets()
+        if not self._volatile:
+            return tensors, states
+        return [w for w in tensors if not w.volatile], [w for w in states if not w.volatile]
+
+    def is_volatile(self, uid: int) -> bool:
+        return uid in self._volatile
 
     def small_buffers(self) -> list[tuple[list[int], list[tuple[int, ...]], torch.Tensor]]:
         """(uids, shapes, copy) as of the last commit."""
@@ -195,7 +207,7 @@ class Watch:
 
     def before_update(self) -> list[Item]:
         """What changed since the last boundary, copied, as far as it must be known before an update."""
-        if self._full_left > 0 or self._unstable:
+        if self._precise():
             return self._check_all()
         changed: dict[int, Watched] = {}
         touched: dict[tuple[str, int], None] = {}
@@ -204,13 +216,18 @@ class Watch:
 
     def at_commit(self) -> list[Item]:
         """What changed since the last boundary, copied."""
-        if self._full_left > 0 or self._unstable:
+        if self._precise():
             items = self._check_all()
         else:
             items = self._check_expected()
         for pack in self._small:
             items += pack.changes()
+            self.reshaped |= pack.reshaped
         return items
+
+    def _precise(self) -> bool:
+        """Whether counters are read around every update, because its effect on them is not (yet) known."""
+        return self._full_left > 0 or bool(self._unstable) or None in self._deltas.values()
 
     def _check_all(self) -> list[Item]:
         """Compare with the last look, which was taken right after the last update."""
@@ -267,6 +284,7 @@ class Watch:
         if versions != self._versions or pointers != self._pointers:
             for i, w in enumerate(self._tensors):
                 if pointers[i] != self._pointers[i]:
+                    self.reshaped |= w.alias.shape != w.tensor.shape or w.alias.dtype != w.tensor.dtype
                     w.refresh(w.tensor)
                     changed[w.uid] = w
                 elif versions[i] != self._versions[i] and not (ignore and w.uid in ignore):
@@ -281,7 +299,9 @@ class Watch:
         items: list[Item] = [PendingTensor(w.uid, w.copy()) for w in changed.values()]
         if touched:
             items += self._state_items(touched)
-        if items:
+        if self._everything is None:
+            self._take_slice()
+        elif items:
             self._rehash_slice()
         return items
 
@@ -289,16 +309,15 @@ class Watch:
         values = self._values(name)
         cached = self._state_values[name]
         if len(values) != len(cached) or not all(map(is_, values, cached)):
-            before = {w.uid: w.tensor for w in self._states[name]}
-            gone = {(name, w.owner[1]) for w in self._states[name] if w.owner is not None}
+            before = {w.uid: w for w in self._states[name]}
             self._read_states(name)
+            self._deltas[name] = None
             for w in self._states[name]:
-                assert w.owner is not None
-                gone.discard((name, w.owner[1]))
-                if before.get(w.uid) is not w.tensor:
+                old = before.pop(w.uid, None)
+                if (old is None or old.tensor is not w.tensor) and w.owner is not None:
                     touched[(name, w.owner[1])] = None
-            # Values that are no tensors (numbers, None) may have been set too: look at what changed by identity.
-            touched.update(dict.fromkeys(gone))
+            touched.update({(name, w.owner[1]): None for w in before.values() if w.owner is not None})
+            # Values that are no tensors (numbers, None) may have been set too.
             touched.update(dict.fromkeys(self._non_tensor_owners(name)))
             return
         versions = list(map(_versions, self._state_tensors[name]))
@@ -319,21 +338,22 @@ class Watch:
         ]
 
     def _check_bytes(self, changed: dict[int, Watched], touched: dict[tuple[str, int], None]) -> None:
-        for w, low, high, expected in self._slice:
+        for w, low, high, expected, version in self._slice:
             if w.uid in changed or (w.owner is not None and (w.owner[0], w.owner[1]) in touched):
                 continue
             if w.hash_range(low, high) != expected:
-                self._found_hidden(w)
+                self._found_edit(w, hidden=w.tensor._version == version)
                 if w.owner is None:
                     changed[w.uid] = w
                 else:
                     touched[(w.owner[0], w.owner[1])] = None
 
-    def _found_hidden(self, w: Watched) -> None:
+    def _found_edit(self, w: Watched, *, hidden: bool) -> None:
+        """From now on this tensor is compared at every boundary."""
         if w.uid not in self._volatile:
             self._volatile.add(w.uid)
             w.volatile = True
-            if self._full_left <= 0:
+            if hidden and self._full_left <= 0:
                 self.hidden_edits.append(w.label)
 
     def _state_items(self, touched: Iterable[tuple[str, int]]) -> list[Item]:
@@ -350,7 +370,7 @@ class Watch:
 
     def after_update(self, name: str) -> None:
         """The optimizer has just moved its parameters and state, as it should."""
-        if self._full_left > 0 or self._unstable or self._deltas[name] is None:
+        if self._precise():
             self._look_again(name)
         else:
             self._updates[name] += 1
@@ -409,7 +429,7 @@ class Watch:
                     ranges += w.piece_ranges()
         if not self._whole_slice:
             ranges += self._rotate()
-        self._slice = [(w, low, high, w.hash_range(low, high)) for w, low, high in ranges]
+        self._slice = [(w, low, high, w.hash_range(low, high), w.tensor._version) for w, low, high in ranges]
 
     def _rotate(self) -> list[tuple[Watched, int, int]]:
         """The next SLICE_BYTES of everything, going round."""
@@ -430,13 +450,15 @@ class Watch:
         return ranges
 
     def _rehash_slice(self) -> None:
-        self._slice = [(w, low, high, w.hash_range(low, high)) for w, low, high, _ in self._slice]
+        self._slice = [
+            (w, low, high, w.hash_range(low, high), w.tensor._version) for w, low, high, _, _ in self._slice
+        ]
 
     def slice_sums(self) -> list[tuple[int, int, int]]:
         """(uid, piece, hash) of whole pieces, as they hold right after a check."""
         return [
             (w.uid, low // (PIECE_ELEMENTS * w.itemsize), value)
-            for w, low, _, value in self._slice
+            for w, low, _, value, _ in self._slice
             if self._whole_slice or w.volatile
         ]
 
@@ -451,15 +473,20 @@ class _BufferPack:
         self.note()
 
     def _views(self) -> None:
-        self._pointers = [t.data_ptr() for t in self.tensors]
+        self._pointers = list(map(_pointers, self.tensors))
+        self._sizes = list(map(torch.Tensor.numel, self.tensors))
         self._flat = [t.detach().reshape(-1) for t in self.tensors]
 
     def note(self) -> None:
+        self.reshaped = False
         self._views()
         self.last = torch.cat(self._flat)
 
     def changes(self) -> list[Item]:
-        if [t.data_ptr() for t in self.tensors] != self._pointers:
+        if list(map(_pointers, self.tensors)) != self._pointers or list(map(torch.Tensor.numel, self.tensors)) != self._sizes:
+            if [tuple(t.shape) for t in self.tensors] != self.shapes or {t.dtype for t in self.tensors} != {self.last.dtype}:
+                self.reshaped = True
+                return [PendingTensor(u, t.detach().clone()) for u, t in zip(self.uids, self.tensors, strict=True)]
             self._views()
         now = torch.cat(self._flat)
         if now.numel() == 0 or view_bytes(plain(now)).tobytes() == view_bytes(plain(self.last)).tobytes():

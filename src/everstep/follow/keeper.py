@@ -11,13 +11,13 @@ import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch.optim import Optimizer
 
 from everstep import fold
-from everstep.errors import EverstepError, HiddenEditWarning, ReplayError, UnprotectedWarning
+from everstep.errors import EverstepError, HiddenEditWarning, ReplayError
 from everstep.format.documents import KeptDocument
 from everstep.format.segment import parse_name
 from everstep.store import files, retention
@@ -35,8 +35,10 @@ class Keeper:
 
     def __init__(
         self, path: RunPath, timeline: int, generation: int, step: int, policy: Retention, interval: int, *,
-        follower: bool, optimizers: Mapping[str, Optimizer],
+        follower: bool, optimizers: Mapping[str, Optimizer], say: Callable[[str], None],
     ) -> None:  # fmt: skip
+        self._say = say
+        self._told_of_lag = False
         self._path = path
         self._timeline, self._generation = timeline, generation
         self._policy = policy
@@ -76,15 +78,15 @@ class Keeper:
             return ""
         if self._register is None:
             return f"{since} steps since the last base"
-        if since >= MAX_LAG * self._interval:
-            warnings.warn(
-                f"{self._path.path}: the follower is {since} steps behind; the trainer takes a base itself. Raise "
-                "base_interval or give the host another core",
-                UnprotectedWarning,
-                stacklevel=4,
+        if since < MAX_LAG * self._interval:
+            return ""
+        if not self._told_of_lag:
+            self._told_of_lag = True
+            self._say(
+                f"everstep: {self._path.path}: the follower is {since} steps behind, so the trainer takes bases itself. "
+                "Raise base_interval or give the host another core"
             )
-            return "the follower lags"
-        return ""
+        return "the follower lags"
 
     def durable(self, step: int) -> None:
         """Steps up to this one are durable. Writer thread, every step."""

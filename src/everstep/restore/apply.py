@@ -106,7 +106,7 @@ def apply(state: State, models: Mapping[str, nn.Module], optimizers: Mapping[str
         if uid not in state.tensors:
             continue
         value = state.tensors[uid]
-        if value.shape == tensor.shape:
+        if value.shape == tensor.shape and not _overlaps(tensor):
             tensor.copy_(value)
         else:
             for place in live.places:
@@ -118,6 +118,11 @@ def apply(state: State, models: Mapping[str, nn.Module], optimizers: Mapping[str
             tensor.grad = None if carried is None else carried.clone().to(tensor.device)
     for name, optimizer in optimizers.items():
         _apply_optimizer(state, live, name, optimizer)
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    """Whether several elements share memory (an expanded buffer): such a tensor cannot be written to."""
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def _apply_optimizer(state: State, live: Inventory, name: str, optimizer: Optimizer) -> None:

@@ -157,7 +157,7 @@ def state_of(manifest: Manifest, tensors: list[torch.Tensor]) -> State:
     carried = {
         uid: torch.zeros_like(atoms[uid]) if index < 0 else tensors[index] for uid, index in manifest.carried
     }
-    return State(manifest.step, manifest.layout, atoms, optimizers, carried, bases.cursor_of(manifest))
+    return State(manifest.step, manifest.layout, atoms, optimizers, carried, cursor=bases.cursor_of(manifest))
 
 
 def audited_tensors(state: State) -> dict[int, tuple[str, torch.Tensor]]:

@@ -105,7 +105,7 @@ class Line:
                 f"{self.listing.path.path}: steps {newest + 1} to {self.durable_step} were durable but are damaged or "
                 f"missing: {self._why()}. {_can_restore(steps)}"
             )
-        if self.lost_from is not None and newest < self.lost_from:
+        if self.lost_from is not None:
             raise CorruptionError(
                 f"{self.listing.path.path}: steps from {self.lost_from} on may be lost: {self._why()}. {_can_restore(steps)}"
             )
@@ -223,7 +223,13 @@ def _line(listing: Listing, generations: dict[int, GenerationDocument], newest: 
         line.gaps += [g for g in timeline.kept.gaps if g not in line.gaps]
         if span.low:
             line.durable_step = max(line.durable_step, span.low)
-        line.problems += [p for p in timeline.problems if p not in line.problems]
+        dead = {
+            problem
+            for segment in timeline.segments
+            if segment.generation == span.generation and span.high is not None and segment.first_step > span.high
+            for problem in segment.problems
+        }
+        line.problems += [p for p in timeline.problems if p not in line.problems and p not in dead]
         for step, manifest in timeline.bases.items():
             inside = manifest.generation == span.generation and (span.high is None or step <= span.high)
             if inside and step >= span.low and step not in line.bases and manifest.run == listing.run.run:
@@ -247,7 +253,9 @@ def _line(listing: Listing, generations: dict[int, GenerationDocument], newest: 
                 line.problems.append(
                     f"the log file of generation {span.generation} that begins at step {following} is missing or damaged"
                 )
-                line.lost_from = following if line.lost_from is None else min(line.lost_from, following)
+                later = [s for s in timeline.segments if s.generation == span.generation and s.first_step > following]
+                if span.high is None and not later:
+                    line.lost_from = following
     _cut_torn_tail(line)
     missing = line.missing()
     if missing:

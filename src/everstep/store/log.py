@@ -254,10 +254,10 @@ class Segment:
             payload = self._payload(reader, 0, header)
         if header is None or payload is None:
             self._resync(reader, BLOCK)
-            if self.frames or self.end is not None:
+            if self.end is not None or self.durable_step >= self.first_step:
                 self.problems.append(f"{self.path}: the segment header is damaged")
-            else:
-                self.torn_bytes = reader.num_bytes
+            else:  # nothing in here was ever durable: a torn first write
+                self.frames, self.torn_bytes = [], reader.num_bytes
             return False
         found: SegmentHeader = _decode(payload, SegmentHeader, self.path)
         told = (found.run, found.generation, found.rank, found.first_step)
