@@ -19,7 +19,7 @@ import everstep
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run", help="folder to save every step in; without it nothing is saved")
-    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--base-interval", type=int, default=40)
     parser.add_argument("--report", action="store_true", help="tell everything as JSON lines (for demo.py)")

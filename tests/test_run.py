@@ -124,7 +124,7 @@ def test_a_commit_with_nothing_to_commit_commits_nothing(tmp_path: Any) -> None:
     truth.resume()
     assert [run.commit() for _ in range(3)] == [0, 0, 0]
     step(model, optimizer)
-    assert truth.commit() == 1
+    assert truth.commit(wait=True) == 1
     written = run.stats()["log_bytes"]
     with torch.no_grad():
         model(torch.randn(3, 4))

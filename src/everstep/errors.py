@@ -64,6 +64,10 @@ class StepNotFoundError(EverstepError):
 class CorruptionError(EverstepError):
     """Bytes on disk are not what was written; names file and step."""
 
+    step: int | None = None
+    """The step whose frame (or base, if in_base) is damaged, where that is known."""
+    in_base: bool = False
+
 
 class CodecError(CorruptionError):
     """A payload that its codec cannot decode."""

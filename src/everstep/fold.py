@@ -154,6 +154,8 @@ class Folder:
         self, spec: OptimizerSpec, groups: list[dict[str, Any]], state: dict[torch.Tensor, dict[str, Any]]
     ) -> torch.optim.Optimizer:
         live = self._live.get(spec.name)
+        if live is not None and class_name(type(live)) != spec.cls:
+            live = None
         cls = type(live) if live is not None else find_class(spec.cls)
         optimizer = cls.__new__(cls)
         if live is not None and not spec.cls.startswith("torch.optim."):

@@ -41,7 +41,7 @@ from everstep.follow.keeper import Keeper
 from everstep.format.documents import GenerationDocument, RunDocument, TimelineDocument
 from everstep.naming import named, take_inventory
 from everstep.restore.apply import apply, check_fits
-from everstep.restore.execute import Restored, restore
+from everstep.restore.execute import Restored, check_before_replay, restore
 from everstep.restore.history import Step
 from everstep.restore.plan import Line, line_files, line_of
 from everstep.store import files
@@ -69,7 +69,7 @@ class Options:
     again when storage is back."""
     audit: str = "auto"
     """`auto`: parameters at every step, optimizer state as time allows; `full`: everything at every step."""
-    retention: Retention = field(default_factory=Retention)
+    retention: Retention = field(default_factory=lambda: Retention(min_bytes=1 << 30))
     base_interval: int = 200
     """A new base after so many steps."""
     follower: bool = True
@@ -133,15 +133,25 @@ class Run:
                 f"{self._path.path} uses {', '.join(document.read_only)}, which this version of Everstep can read but not "
                 "write. Upgrade Everstep to go on with this run"
             )
-        self._document: RunDocument = document if document is not None else self._path.create()
+        if not existed:
+            files.make_dirs(self._path.path)
         self._lock = WriterLock(self._path)
-        if existed:
-            self._path.sync([])  # a process that was killed while it made the run may not have
+        try:
+            # Only the holder of the lock makes a run: many processes may start at once.
+            if document is None and self._path.exists():
+                document = self._path.read_run()
+            if document is not None:
+                self._path.sync([])  # a process that was killed while it made the run may not have
+            self._document: RunDocument = document if document is not None else self._path.create()
+        except BaseException:
+            self._lock.release()
+            raise
         self._capture: Capture | None = None
         self._keeper: Keeper | None = None
         self._resumed: int | None = None
         self._closed = False
         self._pid = os.getpid()
+        self._launch = launch_id()
         self._saved_position: dict[str, Any] | None = None
         self._pass: loaders.Pass | None = None
         self._loader: Any = None
@@ -330,12 +340,13 @@ class Run:
         """Whether an earlier process of this same launch has opened the fork that is asked for."""
         generations = listing.generations()
         return any(
-            generations[s.generation].launch == launch_id() and generations[s.generation].asked_step == step
+            generations[s.generation].launch == self._launch and generations[s.generation].asked_step == step
             for s in line.spans
         )
 
     def _restore_and_begin(self, listing: Listing, line: Line, at: int, asked: Step) -> int:
         self._say(f"everstep: restoring step {at} of {self.path} …")
+        check_before_replay(line, at, self._models, self._optimizers)
         restored = restore(line, at, live=self._optimizers)
         check_fits(restored.state, self._models, self._optimizers)
         cursor = cursors.decode(restored.state.cursor)
@@ -350,7 +361,7 @@ class Run:
             self._path.create_timeline(
                 TimelineDocument(timeline, line.timelines[0], line.newest.generation, at)
             )
-        self._begin(listing, timeline, line.newest.generation, at, asked_step=at if fork else None)
+        self._begin(listing, timeline, line.newest.generation, at, asked_step=None if asked == "latest" else asked)
         self._saved_position = cursor["data"]
         self._restored = restored
         self._proven = restored.proven
@@ -406,12 +417,14 @@ class Run:
         """Open the next generation and start watching."""
         inventory = take_inventory(self._models, self._optimizers)
         generation = max(listing.generations(), default=0) + 1
+        self._lock.used = True
         self._path.clean(timeline)
+        self._path.sync([os.path.join(self._path.timeline(timeline), "timeline.json")])
         own = fingerprint()
         self._path.write_layout(timeline, inventory.layout)
         self._path.write_generation(
             GenerationDocument(
-                generation, timeline, parent, step, 1, inventory.layout.id, launch_id(), describe_writer(), own,
+                generation, timeline, parent, step, 1, inventory.layout.id, self._launch, describe_writer(), own,
                 asked_step,
             )
         )  # fmt: skip
@@ -617,6 +630,8 @@ class Run:
     def _live(self) -> Capture:
         if self._closed:
             raise UsageError("this Run is closed")
+        if os.getpid() != self._pid:
+            raise UsageError("this Run belongs to the parent process: attach in the process that trains")
         if self._capture is None:
             raise UsageError("call run.resume() first, or iterate over run.steps(loader)")
         return self._capture
@@ -678,13 +693,13 @@ def _computes_differently(recorded: dict[str, Any]) -> bool:
 
 
 def launch_id() -> str:
-    """Equal for all restarts of one launch (torchrun's agent, a scheduler's job), else unique to this process."""
+    """Equal for all restarts of one launch by torchrun, else unique to this attach."""
     elastic = os.environ.get("TORCHELASTIC_RUN_ID")
     if elastic and elastic != "none":
         return f"torchelastic:{elastic}"
     if elastic:
         return f"torchelastic:{os.getppid()}:{_started(os.getppid())}"
-    return _OWN_LAUNCH
+    return f"attach:{uuid.uuid4().hex}"
 
 
 def _started(pid: int) -> str:
@@ -694,5 +709,3 @@ def _started(pid: int) -> str:
     except (OSError, IndexError):
         return "unknown"
 
-
-_OWN_LAUNCH = f"process:{uuid.uuid4().hex}"

@@ -458,7 +458,8 @@ def test_a_generator_that_belongs_to_the_dataset_resumes_exactly() -> None:
 @pytest.mark.parametrize("how", ["ended pass", "generator states"])
 def test_a_position_between_passes_resumes_exactly(how: str, own_generator: bool, workers: dict[str, Any]) -> None:
     def make() -> DataLoader[Any]:
-        return KINDS["shuffle"](SeededDataset(Samples()), generator() if own_generator else None, **workers)
+        # No batch is left incomplete, so that only the end of the pass makes RandomSampler shuffle once more.
+        return KINDS["shuffle"](SeededDataset(Samples(24)), generator() if own_generator else None, **workers)
 
     reference = plain_run(make)
     seed_all(5)
@@ -697,6 +698,7 @@ ASKED: dict[str, Callable[..., Any]] = {
     "no_batches": lambda d, g, **kw: StatefulDataLoader(
         d, batch_size=None, sampler=SubsetRandomSampler(range(9), generator=g), generator=g, **kw
     ),
+    "own_sampler": lambda d, g, **kw: StatefulDataLoader(d, batch_size=None, sampler=ShufflesInIter(9), generator=g, **kw),
 }
 
 
@@ -787,6 +789,16 @@ class Scripted:
 
 def test_any_loader_with_state_dict_and_load_state_dict_is_asked() -> None:
     assert_resumes_exactly(Scripted)
+
+
+def test_a_loader_asked_after_the_end_gives_the_state_it_had_before() -> None:
+    reference = plain_run(Scripted)
+    seed_all(5)
+    current = open_pass(Scripted(), epoch=0, state=None)
+    for batch in current:
+        train_on(batch)
+        current.state()
+    assert our_run(Scripted, Position(0, as_stored(current.state()), [], get_rng())).rows == reference.rows[7:]
 
 
 # ------------------------------------------------------------------------------ loaders that are consumed

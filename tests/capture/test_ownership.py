@@ -624,39 +624,38 @@ def test_gradients_zeroed_in_place_in_mid_run_are_zeros_after_a_resume(tmp_path:
     crash(run)
 
 
-def test_training_in_a_forked_child_is_left_alone(tmp_path: Any) -> None:
+@pytest.mark.parametrize("pattern", ["released", "zero_in_place_before_backward"])
+def test_training_in_a_forked_child_is_left_alone(pattern: str, tmp_path: Any) -> None:
     """A child that trains a copy on its own neither hangs nor writes to the run."""
     model, optimizer = sgd()
     trainer = Trainer(model, optimizer)
     run = everstep.attach(model, optimizer, tmp_path / "run", quiet=True, follower=False)
     truth = Truth(run, model, optimizer)
     truth.resume()
-    for _ in range(6):
-        trainer.released()
-        truth.commit()
-    run.flush()
-    pid = os.fork()
-    if pid == 0:  # pragma: no cover - the child
-        try:
-            with torch.no_grad():
-                for p in trainer.params:
-                    p.grad = torch.ones_like(p)
-            optimizer.step()
-            optimizer.zero_grad()
-            os._exit(0)
-        except BaseException:
-            os._exit(1)
-    deadline = 200
-    while deadline:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            break
-        deadline -= 1
-        time.sleep(0.05)
-    else:
-        os.kill(pid, 9)
-        os.waitpid(pid, 0)
-        pytest.fail("the child hangs")
+    with slow(0.1):
+        for _ in range(6):
+            getattr(trainer, pattern)()
+            truth.commit()
+        pid = os.fork()
+        if pid == 0:  # pragma: no cover - the child
+            try:
+                for _ in range(2):
+                    for p in trainer.params:
+                        p.grad = torch.ones_like(p)
+                    optimizer.step()
+                    optimizer.zero_grad(set_to_none=False)
+                os._exit(0)
+            except BaseException:
+                os._exit(1)
+        for _ in range(200):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                break
+            time.sleep(0.05)
+        else:
+            os.kill(pid, 9)
+            os.waitpid(pid, 0)
+            pytest.fail("the child hangs")
     assert os.waitstatus_to_exitcode(status) == 0
     trainer.released()
     truth.commit()

@@ -8,6 +8,7 @@ thing that a kill could separate from the next.
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -174,6 +175,21 @@ class Options:
     clamp: bool = False
     """WGAN: clamp the critic's weights through .data after each of its steps."""
     channels_last: bool = False
+    spectral: bool = False
+    """GAN: the critic's first weight is spectrally normalised, so that every forward moves buffers."""
+    max_norm: bool = False
+    """LSTM: forward renormalises rows of the embedding in place."""
+    average: bool = False
+    """MLP: a second model, the moving average of the first, which no optimizer knows."""
+    loose: bool = False
+    """MLP: a temperature that is in the optimizer and in no model."""
+    reload: int = 0
+    """MLP: at this batch weights and optimizer state are loaded by load_state_dict."""
+    hooks: str = ""
+    """MLP: the user's own hooks, set `early` or `late`, add noise to gradients before and shrink weights after a step."""
+    shared: bool = False
+    """MLP: the last layer is also in a second optimizer, which steps after the first."""
+    compiled: bool = False
     size: int = 1
 
 
@@ -237,6 +253,8 @@ class Training:
     epoch_schedulers: list[Any] = field(default_factory=list)
     body: Callable[[Training, Any], Tensor] = None  # type: ignore[assignment]
     moment: Callable[[str], None] = lambda what: None
+    loose: dict[str, nn.Parameter] = field(default_factory=dict)
+    """Parameters of optimizers that no model has, by the names that Everstep gives them."""
     turns: list[tuple[int, tuple[int, ...], float]] = field(default_factory=list)
     """(batch number, sample indices, loss) of every turn of this process."""
 
@@ -300,6 +318,18 @@ class Training:
         torch.rand(3), random.random(), np.random.rand(2)
         for scheduler in self.epoch_schedulers:
             scheduler.step()
+
+    def reload(self) -> None:
+        """In mid-run, load other weights and other optimizer state by load_state_dict."""
+        for model in self.models.values():
+            model.load_state_dict({k: v * 0.5 for k, v in model.state_dict().items()})
+        for optimizer in self.optimizers.values():
+            state = copy.deepcopy(optimizer.state_dict())
+            for values in state["state"].values():
+                for value in values.values():
+                    if isinstance(value, Tensor) and value.dim():
+                        value.mul_(0.25)
+            optimizer.load_state_dict(state)
 
     def learn(self, compute: Callable[[], Tensor], *names: str) -> Tensor:
         """Backward and, when the accumulation is full, a step of the optimizers named (all, if none)."""
@@ -418,26 +448,62 @@ def mlp(seed: int, family: Family, options: Options) -> Training:
     """A classifier; weights and biases in two groups with settings of their own."""
     seed_all(seed)
     width = 24 * options.size
-    model = nn.Sequential(
-        nn.Linear(12, width), nn.Tanh(), nn.Linear(width, width), nn.GELU(), nn.Linear(width, 5)
-    ).to(options.dtype)
+    layers = [nn.Linear(12, width), nn.Tanh(), nn.Linear(width, width), nn.GELU(), nn.Linear(width, 5)]
+    model: nn.Module = nn.Sequential(*layers).to(options.dtype)
+    models = {"model": model}
     g = _data(32, 12)
     data = Samples(torch.randn(32, 12, generator=g), torch.randint(5, (32,), generator=g), "numpy")
-    if family.takes_groups and not family.matrices_only:
-        weights = [p for p in model.parameters() if p.dim() > 1]
-        biases = [p for p in model.parameters() if p.dim() == 1]
-        lr = family.options.get("lr", 0.01)
-        optimizers = _optimizers(family, [{"params": weights}, {"params": biases, "lr": lr * 2, **OWN_SETTINGS}])
-    else:
-        optimizers = _optimizers(family, list(model.parameters()))
+    weights = [p for p in model.parameters() if p.dim() > 1]
+    biases = [p for p in model.parameters() if p.dim() == 1]
+    temperature = nn.Parameter(torch.full((1,), 1.5, dtype=options.dtype))
+    groups: Groups = [{"params": weights}, {"params": biases, "lr": family.options.get("lr", 0.01) * 2, **OWN_SETTINGS}]
+    if options.loose:
+        groups.append({"params": [temperature]})
+    optimizers = _optimizers(family, groups)
+    if options.shared:
+        optimizers["second"] = torch.optim.SGD(layers[-1].parameters(), lr=0.01, momentum=0.5)
+    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
+    if options.average:
+        models["average"] = average
+    if options.hooks == "early":
+        _hook(optimizers)
+    forward = torch.compile(model, backend="eager") if options.compiled else model
 
     def body(t: Training, batch: Any) -> Tensor:
         _, x, y = batch
-        return t.learn(lambda: F.cross_entropy(model(x.to(options.dtype)).float(), y))
+        if options.reload == t.progress.batches:
+            t.reload()
+        if options.hooks == "late" and not t.turns:
+            _hook(optimizers)
+        loss = t.learn(lambda: F.cross_entropy(forward(x.to(options.dtype)).float() * temperature.float(), y))
+        if options.average:
+            average.update_parameters(model)
+        return loss
 
-    return Training(
-        {"model": model}, optimizers, _loader(data, options, 8), 3, options, family.needs_closure, body=body
+    t = Training(
+        models if not options.compiled else {"model": forward}, optimizers, _loader(data, options, 8), 3, options,
+        family.needs_closure, body=body,
     )  # fmt: skip
+    if options.loose:
+        t.loose["param_groups.2.0"] = temperature
+    return t
+
+
+def _hook(optimizers: dict[str, Optimizer]) -> None:
+    for optimizer in optimizers.values():
+        optimizer.register_step_pre_hook(_add_noise)
+        optimizer.register_step_post_hook(_shrink)
+
+
+def _add_noise(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for p in [p for g in optimizer.param_groups for p in g["params"] if p.grad is not None]:
+        p.grad = p.grad + 0.01 * torch.randn(p.shape)
+
+
+@torch.no_grad()
+def _shrink(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for p in optimizer.param_groups[0]["params"]:
+        p.mul_(0.999)
 
 
 class Cnn(nn.Module):
@@ -557,6 +623,8 @@ def gan(seed: int, family: Family, options: Options) -> Training:
     width = 12 * options.size
     generator = nn.Sequential(nn.Linear(4, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 6))
     critic = nn.Sequential(nn.Linear(6, width), nn.LeakyReLU(0.2), nn.Dropout(0.1), nn.Linear(width, 1))
+    if options.spectral:
+        nn.utils.parametrizations.spectral_norm(critic[0])
     models = {"generator": generator.to(options.dtype), "critic": critic.to(options.dtype)}
     optimizers = {
         f"{name} {key}" if len(made) > 1 else f"{name} optimizer": o
@@ -593,9 +661,9 @@ def gan(seed: int, family: Family, options: Options) -> Training:
 
 
 class Tagger(nn.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, max_norm: float | None) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(23, width)
+        self.tokens = nn.Embedding(23, width, max_norm=max_norm)
         self.lstm = nn.LSTM(width, width, 2, dropout=0.2, batch_first=True)
         self.head = nn.Linear(width, 4)
 
@@ -609,7 +677,7 @@ UNFREEZE_LSTM, UNFREEZE_TOKENS = 5, 9
 def lstm(seed: int, family: Family, options: Options) -> Training:
     """Only the head learns at first. The LSTM gets a group of its own in mid-run, then the embedding thaws in place."""
     seed_all(seed)
-    model = Tagger(10 * options.size).to(options.dtype)
+    model = Tagger(10 * options.size, 2.0 if options.max_norm else None).to(options.dtype)
     model.tokens.requires_grad_(False)
     model.lstm.requires_grad_(False)
     g = _data(32, 7)

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from harness import Kill
-from models import build
+from harness import (
+    Build,
+    Kill,
+    Truth,
+    copied,
+    everything,
+    loop,
+    must_equal,
+    public,
+    run_plainly,
+    run_through,
+)
+from models import Training, build
 from test_exact_product import crash_and_compare
 
 import everstep
+from everstep.errors import InexactWarning
+from support import crash
 
 # A loop, a foreach that writes into gradients, and two fused ones: the four ways in which gradients are consumed.
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
@@ -163,3 +178,102 @@ def test_flush_in_the_middle_of_a_step_makes_committed_steps_durable(family: str
             t.turn(batch)
             run.flush()
             assert run.durable_step == run.step == t.progress.batches - 1
+
+
+@pytest.mark.parametrize("setup", ["mlp", "cnn"])
+@pytest.mark.parametrize("kills", [[2, 5], [3, 4], [6, 7]], ids=str)
+def test_passes_that_are_left_early(setup: str, kills: list[int], tmp_path: Path) -> None:
+    for moment in ("fetched", "end"):
+        crash_and_compare(
+            tmp_path / moment, setup, "adam", style="broken", schedule="epoch", kills=[Kill(n, moment) for n in kills]
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["adamw-fused", "sgd-momentum-foreach", "own-registered"])
+@pytest.mark.parametrize(
+    "options",
+    [{"average": True}, {"loose": True}, {"reload": 5, "schedule": ""}, {"hooks": "early"}, {"hooks": "late"},
+     {"shared": True}, {"compiled": True}],
+    ids=lambda o: next(iter(o)) + str(next(iter(o.values()))),
+)  # fmt: skip
+def test_what_else_users_do(family: str, options: dict[str, Any], tmp_path: Path) -> None:
+    crash_and_compare(tmp_path / "run", "mlp", family, **options)
+
+
+@pytest.mark.parametrize("family", ["adamw-fused", "sgd-momentum"])
+def test_forward_passes_that_move_weights_and_buffers(family: str, tmp_path: Path) -> None:
+    crash_and_compare(tmp_path / "spectral", "gan", family, spectral=True)
+    if not family.endswith("fused"):
+        crash_and_compare(tmp_path / "max norm", "lstm", family, max_norm=True)
+
+
+@pytest.mark.parametrize(
+    ("setup", "family", "options"),
+    [
+        # torch's own arithmetic is not reproducible here: the restored state must be what this run had.
+        ("mlp", "sgd-momentum-fused", {"dtype": torch.bfloat16}),
+        ("mlp", "sgd-nesterov-fused", {"dtype": torch.float16}),
+        ("mlp", "sgd-momentum-fused", {"scale": 1000.0, "infs": (1, 3), "schedule": ""}),
+        ("mlp", "adam-fused", {"scale": 1000.0, "infs": (1, 2, 6), "schedule": ""}),
+        ("lstm", "adamw", {}),
+    ],
+    ids=["sixteen_bit_sgd", "sixteen_bit_nesterov", "first_step_skipped", "first_steps_skipped", "lstm"],
+)
+def test_every_step_is_restored_as_it_was_in_this_run(
+    setup: str, family: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    t = build(setup, family, 3, **options)
+    run = everstep.attach(t.model, t.optimizer, tmp_path / "run", extras=t.extras, quiet=True)
+    had = {}
+    program = loop(t, run, "nested")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", InexactWarning)
+        for _ in program:
+            had[t.progress.batches] = public(t)
+            if t.progress.batches == 10:
+                break
+    crash(run)
+    program.close()
+    history = everstep.open(tmp_path / "run")
+    looked_at = set()
+    for n in history.steps[1:]:
+        state = history.state(n)
+        looked_at.add(state["extras"]["progress"]["batches"])
+        must_equal(copied(state), had[state["extras"]["progress"]["batches"]], f"state({n})")
+    assert looked_at == set(range(1, 10))
+
+
+@pytest.mark.parametrize("style", ["nested", "flat", "hand"])
+@pytest.mark.parametrize(("setup", "family"), [("lstm", "adamw"), ("cnn", "sgd-momentum-fused"), ("gan", "rmsprop-foreach")])
+def test_going_back_to_any_step_and_on_from_there_is_exact(
+    setup: str, family: str, style: str, tmp_path: Path
+) -> None:
+    def make(seed: int) -> Training:
+        return build(setup, family, seed)
+
+    truth = run_plainly(make, style)
+    run_through(make, tmp_path / "run", truth, [Kill(7)], style=style)
+    for step in (10, 3, 0):
+        fork_and_compare(make, tmp_path / "run", truth, step, style)
+
+
+def fork_and_compare(make: Build, path: Path, truth: Truth, step: int, style: str) -> None:
+    t = make(77 + step)
+    with everstep.attach(t.model, t.optimizer, path, extras=t.extras, quiet=True) as run:
+        assert run.resume(step=step) == step
+        must_equal(t.progress.batches, step, "batches so far")
+        for _ in loop(t, run, style):
+            n = t.progress.batches
+            if n in (step + 1, 12):
+                must_equal(everything(t), truth.after[n], f"after batch {n}, from step {step}")
+    must_equal(t.turns, truth.turns[step:], f"turns from step {step}")
+    must_equal(everything(t), truth.end, f"the end, from step {step}")
+
+
+def test_two_training_threads_and_sixteen_bit_tensors_that_both_share(tmp_path: Path) -> None:
+    torch.set_num_threads(2)
+    try:
+        for family in ("adam", "sgd-momentum-foreach"):
+            crash_and_compare(tmp_path / family, "mlp", family, dtype=torch.bfloat16, size=9)
+    finally:
+        torch.set_num_threads(1)

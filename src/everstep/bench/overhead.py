@@ -166,7 +166,6 @@ class _Totals:
 
     ratios: list[float] = field(default_factory=list)
     off_step_s: list[float] = field(default_factory=list)
-    on_s: float = 0.0
     steps: int = 0
     thread_s: float = 0.0
     counted_thread_s: float = 0.0
@@ -298,7 +297,6 @@ class _Session:
         for name, used in background_cpu_s().items():
             totals.background_cpu_s[name] = totals.background_cpu_s.get(name, 0.0) + used - threads.get(name, 0.0)
         self._follower.stop()
-        totals.on_s += seconds
         totals.steps += self._block_steps
         return seconds
 
@@ -330,7 +328,7 @@ def background_cpu_s() -> dict[str, float]:
 
 def _report(settings: Settings, totals: _Totals, copy: _Copy, block_steps: int, interval: int) -> dict[str, Any]:
     w, steps = settings.workload, max(totals.steps, 1)
-    on_step_s = totals.on_s / steps
+    step_s = statistics.median_interval(totals.off_step_s).median
     return {
         "tokens": w.tokens,
         "num_threads": settings.num_threads,
@@ -341,10 +339,10 @@ def _report(settings: Settings, totals: _Totals, copy: _Copy, block_steps: int, 
         "durability": "step",
         "ratio": statistics.median_interval(totals.ratios, seed=settings.seed).as_dict(),
         "ratios": totals.ratios,
-        "step_s": sorted(totals.off_step_s)[len(totals.off_step_s) // 2],
+        "step_s": step_s,
         "training_thread_s_a_step": (totals.thread_s - totals.stall_s) / steps,
-        "training_thread_share": (totals.thread_s - totals.stall_s) / steps / on_step_s if on_step_s else 0.0,
-        "training_thread_share_by_stats": totals.counted_thread_s / steps / on_step_s if on_step_s else 0.0,
+        "training_thread_share": (totals.thread_s - totals.stall_s) / steps / step_s,
+        "training_thread_share_by_stats": totals.counted_thread_s / steps / step_s,
         "stall_s_a_step": totals.stall_s / steps,
         "background_cpu_s_a_step": {
             **{name: used / steps for name, used in sorted(totals.background_cpu_s.items())},

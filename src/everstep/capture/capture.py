@@ -148,19 +148,20 @@ class Capture:
                 return False
             if any(tap.accumulating() for tap in self.taps.values()):
                 return False  # the gradients of an accumulation are not in any frame: wait for its update
+        now = cursor()  # may raise (an extra's state_dict): then everything stays pending
         for tap in self.taps.values():
             for item in (*tap.changed_groups(), *tap.carried()):
                 self.put(item)
         self.step += 1
         self._updates = self._overwrites = 0
-        pending = PendingCommit(self.step, cursor(), self._audit(), time.time_ns())
+        pending = PendingCommit(self.step, now, self._audit(), time.time_ns())
         for tap in self.taps.values():
             tap.settle()
         self.offload.commit(pending)
         self._last_audit = pending.audit
         self._watch.after_commit()
-        now = time.perf_counter()
-        took, self._last_commit = now - self._last_commit, now
+        ended = time.perf_counter()
+        took, self._last_commit = ended - self._last_commit, ended
         self.step_s = took if self.step_s == 0.0 else 0.9 * self.step_s + 0.1 * took
         if not self.offload.has_room():
             self.settle()

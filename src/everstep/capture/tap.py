@@ -10,6 +10,7 @@ Everything here runs on the training thread.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -112,6 +113,7 @@ class Tap:
     ) -> None:
         """`uids` names the parameters of the groups as they are when it is called."""
         self.name = name
+        self._pid = os.getpid()
         self.optimizer = optimizer
         self._uids_now = uids
         self._recorder = recorder
@@ -165,6 +167,7 @@ class Tap:
         self.group_uids = self._uids_now()
         self.uids = [uid for group in self.group_uids for uid in group]
         self.param_bytes = sum(p.numel() * p.element_size() for p in self.params)
+        self.overwrite = self.overwrite or _is_broken_in_torch(self.optimizer)
         self._hyper_bytes = self._encode_hyper()
         self._hyper_values: list[Any] = []
         self.recorded_hyper: list[dict[str, Any]] = tree.freeze(self.hyper(), path=self.name)
@@ -212,6 +215,8 @@ class Tap:
     # -- hooks --------------------------------------------------------------------------------------------------------
 
     def _pre(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        if os.getpid() != self._pid:
+            return None  # a forked child trains for itself
         self._depth += 1
         if self._depth > 1:
             return None
@@ -222,6 +227,8 @@ class Tap:
             self.thread_s += time.perf_counter() - begun
 
     def _post(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if os.getpid() != self._pid:
+            return
         self._depth -= 1
         if self._depth > 0:
             return
@@ -455,6 +462,9 @@ class Tap:
         tap = self
 
         def zero_grad(set_to_none: bool = True) -> None:
+            if os.getpid() != tap._pid:
+                original(set_to_none=set_to_none)
+                return
             if not set_to_none:
                 tap.settle(force=True)
             original(set_to_none=set_to_none)
@@ -569,6 +579,14 @@ class Tap:
         self.results_due = True
         self._held = None
         return True
+
+
+def _is_broken_in_torch(optimizer: Optimizer) -> bool:
+    """Fused SGD on 16-bit CPU parameters is not even reproducible by itself (pytorch #191763)."""
+    return class_name(type(optimizer)) == "torch.optim.SGD" and any(
+        group.get("fused") and any(p.dtype in (torch.bfloat16, torch.float16) for p in group["params"])
+        for group in optimizer.param_groups
+    )
 
 
 def _versions_of(grads: Sequence[torch.Tensor | None]) -> list[int]:

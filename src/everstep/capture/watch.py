@@ -313,8 +313,8 @@ class Watch:
             self._read_states(name)
             self._deltas[name] = None
             for w in self._states[name]:
-                old = before.pop(w.uid, None)
-                if (old is None or old.tensor is not w.tensor) and w.owner is not None:
+                known = before.pop(w.uid, None)
+                if (known is None or known.tensor is not w.tensor) and w.owner is not None:
                     touched[(name, w.owner[1])] = None
             touched.update({(name, w.owner[1]): None for w in before.values() if w.owner is not None})
             # Values that are no tensors (numbers, None) may have been set too.
@@ -483,7 +483,8 @@ class _BufferPack:
         self.last = torch.cat(self._flat)
 
     def changes(self) -> list[Item]:
-        if list(map(_pointers, self.tensors)) != self._pointers or list(map(torch.Tensor.numel, self.tensors)) != self._sizes:
+        sizes = list(map(torch.Tensor.numel, self.tensors))
+        if sizes != self._sizes or list(map(_pointers, self.tensors)) != self._pointers:
             if [tuple(t.shape) for t in self.tensors] != self.shapes or {t.dtype for t in self.tensors} != {self.last.dtype}:
                 self.reshaped = True
                 return [PendingTensor(u, t.detach().clone()) for u, t in zip(self.uids, self.tensors, strict=True)]

@@ -127,6 +127,20 @@ def encode(document: object) -> bytes:
     return _HEAD + xxhash.xxh3_64_hexdigest(data).encode() + _MIDDLE + data + b"}\n"
 
 
+def told_format(data: bytes) -> tuple[int, int] | None:
+    """The format that a run.json of any version names, as far as it can be made out."""
+    for text in (data, body(data)):
+        try:
+            found = msgspec.json.decode(text)
+        except msgspec.MsgspecError:
+            continue
+        found = found.get("body", found) if isinstance(found, dict) else {}
+        told = found.get("format") if isinstance(found, dict) else None
+        if isinstance(told, list) and len(told) == 2 and all(isinstance(n, int) for n in told):
+            return told[0], told[1]
+    return None
+
+
 def body(data: bytes) -> bytes:
     """The JSON inside the envelope of a document that decode() has accepted."""
     return data[_START:-2]

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
 from everstep import tree
 from everstep.atoms import PIECE_ELEMENTS, Layout, state_uid
-from everstep.errors import AuditError, CorruptionError
+from everstep.errors import AuditError, CorruptionError, MismatchError
 from everstep.fingerprint import differences, fingerprint
 from everstep.fold import Folder, Live, OptimizerState, State
 from everstep.format.documents import Manifest
-from everstep.frame import Footer, audit_entries
+from everstep.frame import Footer, SetGroups, SetLayout, audit_entries
 from everstep.memory import plain, view_bytes, with_strides
-from everstep.restore.plan import Line, Plan
+from everstep.restore.apply import check_fits
+from everstep.restore.plan import Line, Plan, describe_steps
 from everstep.store import bases, files
 from everstep.store.log import StoredFrame
 
@@ -49,7 +52,39 @@ def restore(
             return _execute(line, plan, live, num_workers or os.cpu_count() or 1, progress)
         except CorruptionError as e:
             failures.append(e)
-    raise failures[0]
+    raise _with_alternatives(line, failures[0])
+
+
+def _with_alternatives(line: Line, error: CorruptionError) -> CorruptionError:
+    """The same error, with the steps that do not need what is damaged."""
+    if error.step is None:
+        return error
+    rest = replace(line, frames={n: f for n, f in line.frames.items() if n != error.step})
+    if error.in_base:
+        rest = replace(line, bases={n: b for n, b in line.bases.items() if n != error.step})
+    told = CorruptionError(f"{error} Steps that do not need it: {describe_steps(rest.steps()) or 'none'}")
+    told.step, told.in_base = error.step, error.in_base
+    return told
+
+
+def check_before_replay(
+    line: Line, step: int, models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]
+) -> None:
+    """MismatchError before anything is read, if the objects do not fit and no frame on the way changes the layout."""
+    plan = line.plans(step)[0]
+    specs = {spec.name: spec for spec in plan.base.layout.optimizers}
+    shell = State(
+        step, plan.base.layout, {},
+        {o.name: OptimizerState(specs[o.name], [], [tuple(p) for p in o.params]) for o in plan.base.optimizers},
+    )  # fmt: skip
+    try:
+        check_fits(shell, models, optimizers)
+    except MismatchError:
+        frames, readers = open_frames(line, plan)
+        for reader in readers:
+            reader.close()
+        if not any(isinstance(op, (SetLayout, SetGroups)) for frame in frames for op in frame.ops):
+            raise
 
 
 def _execute(line: Line, plan: Plan, live: Live | None, num_workers: int, progress: Progress | None) -> Restored:

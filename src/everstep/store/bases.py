@@ -199,10 +199,11 @@ class BaseReader:
             if got == len(piece):
                 np.copyto(piece, read)
         if got != len(piece) or piece_sum(piece, stored.uid, index * PIECE_ELEMENTS) != stored.sums[index]:
-            raise CorruptionError(
-                f"step {self.manifest.step} is damaged: {stored.key} in {self.path} does not fit its checksum. "
-                "Restore another step (everstep.open(run).steps lists them)."
+            error = CorruptionError(
+                f"step {self.manifest.step} is damaged: {stored.key} in {self.path} does not fit its checksum."
             )
+            error.step, error.in_base = self.manifest.step, True
+            raise error
 
     def close(self) -> None:
         self._reader.close()

@@ -385,10 +385,11 @@ class StoredFrame:
         self.num_bytes = entry.end_offset - entry.offset
 
     def _damaged(self, what: str) -> CorruptionError:
-        return CorruptionError(
-            f"step {self.entry.step} is damaged: {what} in {self.entry.path} does not fit its checksum. "
-            "Restore another step (everstep.open(run).steps lists them)."
+        error = CorruptionError(
+            f"step {self.entry.step} is damaged: {what} in {self.entry.path} does not fit its checksum."
         )
+        error.step = self.entry.step
+        return error
 
     @property
     def step(self) -> int:

@@ -23,6 +23,8 @@ class Retention:
     """Also every one of the last so many steps."""
     max_bytes: int | None = None
     """Give up `bases` and `window_steps` (never the newest base and its steps) to stay under this."""
+    min_bytes: int = 0
+    """Remove nothing while the timeline takes less than this."""
 
     def __post_init__(self) -> None:
         if self.bases < 1 or self.window_steps < 0:
@@ -36,6 +38,8 @@ class Retention:
             parts.append(f"a base every {self.every} steps")
         if self.window_steps:
             parts.append(f"last {self.window_steps} steps")
+        if self.min_bytes:
+            parts.append(f"everything below {self.min_bytes / 1e9:.1f} GB")
         if self.max_bytes:
             parts.append(f"at most {self.max_bytes / 1e9:.1f} GB")
         return ", ".join(parts)
@@ -75,7 +79,7 @@ def plan_removal(
 ) -> Removal:
     """What may go. `segments` of one line, `step` the newest step."""
     order = sorted(bases, key=lambda b: b.step)
-    if not order:
+    if not order or sum(b.num_bytes for b in bases) + sum(s.num_bytes for s in segments) < policy.min_bytes:
         return Removal(0, (), ())
     oldest = order[max(0, len(order) - policy.bases)].step
     if policy.window_steps:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import fcntl
 import json
 import os
 import re
 import socket
+import struct
 import uuid
 from dataclasses import dataclass, field
 
@@ -91,6 +93,12 @@ class RunPath:
     def read_run(self) -> RunDocument:
         """run.json. FormatError if this version must not read the run."""
         data = files.read_whole(self.run_file())
+        told = documents.told_format(data)
+        if told is not None and told[0] > FORMAT_MAJOR:
+            raise FormatError(
+                f"{self.path} has format {told[0]}.{told[1]}; this version of Everstep reads up to {FORMAT_MAJOR}."
+                f"{FORMAT_MINOR}. Upgrade Everstep to use this run"
+            )
         document = documents.decode(data, RunDocument, self.run_file())
         if document.format[0] > FORMAT_MAJOR or document.incompatible:
             features = f", features {', '.join(document.incompatible)}" if document.incompatible else ""
@@ -101,8 +109,7 @@ class RunPath:
         return document
 
     def create(self) -> RunDocument:
-        """Make the folder and run.json; durable on return."""
-        files.make_dirs(self.path)
+        """run.json and what it needs; durable on return. The folder is there and locked."""
         now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         document = RunDocument(uuid.uuid4().hex, (FORMAT_MAJOR, FORMAT_MINOR), now)
         files.make_dir(self.timelines())
@@ -155,6 +162,7 @@ class RunPath:
         for name in files.listing(self.bases(timeline)):
             folder = os.path.join(self.bases(timeline), name)
             if os.path.isdir(folder) and bases.MANIFEST not in files.listing(folder):
+                files.sync_dir(folder)
                 files.remove_dir(folder)
         for folder in (self.path, self.timeline(timeline), self.generations(timeline), self.layouts(timeline)):
             for name in files.listing(folder):
@@ -181,39 +189,73 @@ class RunPath:
         raise CorruptionError("; ".join(failures) or f"layout {layout_id} of {self.path} is missing")
 
 
-_held: dict[tuple[int, int], str] = {}
+_held: dict[tuple[int, int], int] = {}
+"""(device, inode) of lock files held by this process -> descriptor"""
+
+
+def _drop_in_child() -> None:
+    """A forked child must not keep its parent's lock alive."""
+    for fd in _held.values():
+        with contextlib.suppress(OSError):
+            os.close(fd)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_drop_in_child)
+
+
+def _lock(fd: int) -> None:
+    """OSError if another process holds it. The lock belongs to this open file: closing others does not give it away."""
+    if hasattr(fcntl, "F_OFD_SETLK"):
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+    else:  # not Linux
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 class WriterLock:
-    """The right to write a run: a POSIX record lock, which dies with the process and is not inherited by forks."""
+    """The right to write a run: it dies with the process, and forked children let go of it at once."""
 
     def __init__(self, path: RunPath) -> None:
         self._file = os.path.join(path.path, LOCK_FILE)
+        self._made = not os.path.exists(self._file)
+        if not self._made:
+            stat = os.stat(self._file)
+            if (stat.st_dev, stat.st_ino) in _held:
+                raise RunBusyError(
+                    f"{path.path} is already attached in this process. Close that Run first, or attach to another path"
+                )
         fd = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         self._pid = os.getpid()
         stat = os.fstat(fd)
         self._key = (stat.st_dev, stat.st_ino)
-        if self._key in _held:
-            os.close(fd)
-            raise RunBusyError(
-                f"{path.path} is already attached in this process. Close that Run first, or attach to another path"
-            )
+        self._before = os.pread(fd, 4096, 0)
         try:
-            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(fd)
         except OSError:
-            holder = os.pread(fd, 4096, 0).decode(errors="replace").strip() or "unknown"
             os.close(fd)
+            holder = self._before.decode(errors="replace").strip() or "unknown"
             raise RunBusyError(
                 f"{path.path} is being written by another process: {holder}. Stop it first, attach to another path, or "
                 "use everstep.open(run) to read while it runs"
             ) from None
-        _held[self._key] = self._file
+        _held[self._key] = fd
         self._fd = fd
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, (json.dumps(describe_writer()) + "\n").encode(), 0)
+        self._write((json.dumps(describe_writer()) + "\n").encode())
+        self.used = False
+        """Set when this holder has written to the run; else release() leaves no trace."""
+
+    def _write(self, data: bytes) -> None:
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, data, 0)
 
     def release(self) -> None:
         if self._fd >= 0 and os.getpid() == self._pid:
+            if not self.used:
+                if self._made:
+                    with contextlib.suppress(OSError):
+                        os.unlink(self._file)
+                else:
+                    self._write(self._before)
             _held.pop(self._key, None)
             os.close(self._fd)
         self._fd = -1
