@@ -188,7 +188,7 @@ def main() -> int:
     parser.add_argument("--dir", type=Path, default=Path("demo-run"), help="folder to work in; made anew")
     parser.add_argument("--quick", action="store_true", help="a tiny model and few steps: to test the demo itself")
     args = parser.parse_args()
-    size, steps, kills, pairs, block = ("tiny", 40, 2, 4, 4) if args.quick else ("small", 100, 4, 10, 8)
+    size, steps, kills, pairs, block = ("tiny", 40, 2, 2, 4) if args.quick else ("small", 100, 4, 10, 8)
     folder: Path = args.dir
     if folder.exists() and any(folder.iterdir()) and not (folder / "worker.log").exists():
         raise SystemExit(f"{folder} holds something else than an earlier demo: give another --dir")

@@ -273,7 +273,7 @@ class SpecReader:
             elif kind == "carry":
                 for uid in op[1]:
                     state["carried"].pop(uid, None)
-                    if op[0] != "none":
+                    if op[0] not in ("none", "lost"):
                         state["carried"][uid] = {"zero": np.zeros_like(state["atoms"][uid])}.get(op[0], consumed.get(uid))
             elif kind == "grad":
                 state["carried"][op[0]] = tensor(frame, op[1])

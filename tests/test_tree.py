@@ -52,15 +52,11 @@ def assert_same(left: Any, right: Any, path: str = "value") -> None:
             assert_same(left[key], right[key], f"{path}[{key!r}]")
         if isinstance(left, collections.defaultdict):
             assert left.default_factory is right.default_factory, path
-    elif isinstance(left, (set, frozenset)):
-        assert sorted(map(scalar_bits, left)) == sorted(map(scalar_bits, right)), path
     else:
-        assert isinstance(left, (list, tuple, collections.deque)), path
+        assert isinstance(left, (list, tuple)), path
         assert len(left) == len(right), path
         for index, (one, other) in enumerate(zip(left, right, strict=True)):
             assert_same(one, other, f"{path}[{index}]")
-        if isinstance(left, collections.deque):
-            assert left.maxlen == right.maxlen, path
 
 
 def assert_same_tensor(left: torch.Tensor, right: torch.Tensor, path: str) -> None:
@@ -78,15 +74,6 @@ def assert_same_tensor(left: torch.Tensor, right: torch.Tensor, path: str) -> No
 def tensor_bits(tensor: torch.Tensor) -> bytes:
     copy = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.resolve_conj().resolve_neg())
     return copy.flatten().view(torch.uint8).numpy().tobytes() if copy.numel() else b""
-
-
-def scalar_bits(value: Any) -> tuple[str, str]:
-    kind = f"{type(value).__module__}.{type(value).__name__}"
-    if isinstance(value, np.generic) and not isinstance(value, np.str_):
-        return kind, value.tobytes().hex()
-    if isinstance(value, float):
-        return kind, struct.pack("<d", value).hex()
-    return kind, repr(value)
 
 
 def through_msgpack(value: Any) -> Any:
@@ -138,7 +125,7 @@ ARRAY_DTYPES = [
     "<U3",
     "S5",
 ]
-FACTORIES = [None, int, float, str, list, dict, set, tuple, bool, bytes]
+FACTORIES = [None, int, float, str, list, dict, tuple, bool, bytes]
 
 
 @st.composite
@@ -211,17 +198,13 @@ def keys() -> st.SearchStrategy[str | int]:
 def containers(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     lists = st.lists(children, max_size=4)
     dicts = st.dictionaries(keys(), children, max_size=4)
-    scalars = st.one_of(python_scalars(), numpy_scalars())
     return st.one_of(
         lists,
         lists.map(tuple),
-        st.tuples(lists, st.none() | st.integers(0, 6)).map(lambda drawn: collections.deque(*drawn)),
         dicts,
         dicts.map(collections.Counter),
         dicts.map(collections.OrderedDict),
         st.tuples(st.sampled_from(FACTORIES), dicts).map(lambda drawn: collections.defaultdict(*drawn)),
-        st.frozensets(scalars, max_size=5),
-        st.sets(scalars, max_size=5),
     )
 
 
@@ -319,14 +302,6 @@ def test_the_gradient_of_a_sparse_embedding_comes_back() -> None:
     assert_round_trip({"grad": embedding.weight.grad})
 
 
-def test_sets_are_written_in_the_same_order_however_they_were_filled() -> None:
-    for items in ([f"name{number}" for number in range(50)], [1, "1", 2.5, None, b"1", 10**30]):
-        backwards: set[Any] = set()
-        for item in reversed(items):
-            backwards.add(item)
-        assert pack(set(items)) == pack(backwards)
-
-
 def test_what_comes_back_is_independent_memory() -> None:
     tensor, array = torch.zeros(3), np.zeros(3)
     plain, frozen = pack([tensor, array]), freeze([tensor, array])
@@ -343,9 +318,9 @@ def test_what_comes_back_is_independent_memory() -> None:
 
 def test_frozen_containers_are_copies() -> None:
     inner = {"b": [1]}
-    frozen = freeze({"a": inner, "d": collections.deque([inner], 3)})
+    frozen = freeze({"a": inner, "d": (inner,)})
     inner["b"].append(2)
-    assert frozen == {"a": {"b": [1]}, "d": collections.deque([{"b": [1]}], 3)}
+    assert frozen == {"a": {"b": [1]}, "d": ({"b": [1]},)}
 
 
 def test_a_shared_object_is_no_cycle() -> None:
@@ -439,8 +414,11 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "tuple key": (collections.Counter([(1, 2)]), "Counter.*keys is a tuple"),
     "numpy key": (collections.OrderedDict({np.int64(1): 1}), "OrderedDict.*keys is a numpy.int64"),
     "factory": (collections.defaultdict(lambda: 0), "defaultdict.*default_factory"),
-    "set of tuples": ({(1, 2)}, "set.*holds a tuple"),
-    "frozenset of enums": (frozenset({Colour.RED}), "frozenset.*Colour"),
+    "factory of sets": (collections.defaultdict(set), "defaultdict.*default_factory"),
+    "set": ({1, 2}, "this set\\."),
+    "empty set": (set(), "this set\\."),
+    "frozenset": (frozenset({1}), "this frozenset\\."),
+    "deque": (collections.deque([1], 3), "this collections.deque\\."),
     "object array": (np.array([None]), "ndarray.*dtype is object"),
     "structured array": (np.zeros(2, [("a", "i4")]), "ndarray.*dtype is"),
     "datetime array": (np.zeros(2, "M8[s]"), "ndarray.*dtype is datetime64"),
@@ -477,7 +455,7 @@ def test_paths_go_through_every_container(function: Callable[..., Any]) -> None:
         (collections.OrderedDict(a=[bad]), "a[0]"),
         (collections.defaultdict(int, {3: {"x": bad}}), "[3].x"),
         (collections.Counter({"n": bad}), "n"),
-        (collections.deque([1, bad]), "[1]"),
+        ((1, bad), "[1]"),
         ({"$": {"y": bad}}, "['$'].y"),
         ({10**5000: bad, -1: bad}, "[a long int]"),
         (bad, "the state itself"),
@@ -502,7 +480,7 @@ def test_cycles_are_refused(function: Callable[..., Any]) -> None:
 @pytest.mark.parametrize("wrap", [lambda v: [v], lambda v: (v,), lambda v: {"a": v}, lambda v: {1: v}])
 def test_depth_has_a_limit_that_all_functions_share(wrap: Callable[[Any], Any]) -> None:
     sparse = torch.sparse_coo_tensor([[1]], [2.0], (3,), check_invariants=True)
-    value: Any = [{2**70, 1j, np.str_("\ud800")}, np.float32(1), sparse]
+    value: Any = [2**70, 1j, np.str_("\ud800"), np.float32(1), sparse]
     for _ in range(64):
         value = wrap(value)
     assert_same(value, through_msgpack(value))
@@ -624,20 +602,17 @@ MALFORMED: dict[str, Any] = {
     "str that is no utf-8": {"$": "str", "v": b"\xff"},
     "complex of one part": {"$": "complex", "v": [1.0]},
     "complex of str": {"$": "complex", "v": [1.0, "x"]},
-    "deque longer than maxlen": {"$": "deque", "v": [1, 2], "n": 1},
-    "deque of negative maxlen": {"$": "deque", "v": [], "n": -1},
-    "deque of huge maxlen": {"$": "deque", "v": [], "n": 2**64},
-    "deque of a maxlen beyond printing": {"$": "deque", "v": [], "n": 10**5000},
-    "deque of bool maxlen": {"$": "deque", "v": [], "n": True},
     "size of str": {"$": "size", "v": ["1"]},
     "size too large": {"$": "size", "v": [2**63]},
-    "set of lists": {"$": "set", "v": [[1]]},
-    "set with equal items": {"$": "set", "v": [1, 1.0]},
+    "set": {"$": "set", "v": [1]},
+    "frozenset": {"$": "frozenset", "v": [1]},
+    "deque": {"$": "deque", "v": [1], "n": None},
     "dict of odd length": {"$": "dict", "v": [1]},
     "dict of equal keys": {"$": "dict", "v": [1, 2, 1, 3]},
     "dict of bool keys": {"$": "dict", "v": [True, 2]},
     "dict of list keys": {"$": "dict", "v": [[], 2]},
     "unknown factory": {"$": "default", "v": [], "f": "exec"},
+    "factory of sets": {"$": "default", "v": [], "f": "set"},
     "factory of another type": {"$": "default", "v": [], "f": 1},
     "unknown dtype": {"$": "dtype", "v": "onnx"},
     "unknown device": {"$": "device", "v": "toaster:1"},
@@ -704,7 +679,7 @@ def test_deeply_nested_plain_values_are_corruption() -> None:
             unpack(plain)
 
 
-TAGS = ["int", "str", "complex", "tuple", "size", "set", "frozenset", "deque", "dict", "counter", "ordered"]
+TAGS = ["int", "str", "complex", "tuple", "size", "dict", "counter", "ordered"]
 TAGS += ["default", "dtype", "device", "tensor", "ref", "coo", "array", "scalar"]
 PLAIN_LEAVES = st.one_of(
     st.none(),
@@ -721,9 +696,9 @@ NONSENSE = st.recursive(
     PLAIN_LEAVES,
     lambda children: st.one_of(
         st.lists(children, max_size=4),
-        st.dictionaries(st.sampled_from([*"$vntsfbcio", "st"]), children, max_size=4),
+        st.dictionaries(st.sampled_from([*"$vtsfbcio", "st"]), children, max_size=4),
         st.tuples(
-            st.sampled_from(TAGS), st.dictionaries(st.sampled_from([*"vntsfbcio", "st"]), children)
+            st.sampled_from(TAGS), st.dictionaries(st.sampled_from([*"vtsfbcio", "st"]), children)
         ).map(lambda drawn: {"$": drawn[0], **drawn[1]}),
     ),
     max_leaves=10,

@@ -10,8 +10,7 @@ written as pairs. Shapes and strides are lists of int, in elements; numbers are 
     {"$": "int", "v": bytes}                        int beyond 64 bits, two's complement
     {"$": "str", "v": bytes}                        str with lone surrogates, as UTF-8 would write them
     {"$": "complex", "v": [real, imag]}
-    {"$": "tuple" | "size" | "set" | "frozenset", "v": [item, ...]}
-    {"$": "deque", "v": [item, ...], "n": maxlen}
+    {"$": "tuple" | "size", "v": [item, ...]}
     {"$": "dict" | "counter" | "ordered", "v": [key, value, key, value, ...]}
     {"$": "default", "v": [key, value, ...], "f": name of the default factory, or None}
     {"$": "dtype" | "device", "v": name}            of torch
@@ -69,7 +68,7 @@ _ARRAY_KINDS = "biufcSU"
 _ARRAY_DTYPE = re.compile(rf"[<>|][{_ARRAY_KINDS}][1-9][0-9]{{0,8}}")
 
 _FACTORIES: dict[str, Callable[[], Any]] = {
-    kind.__name__: kind for kind in (int, float, str, list, dict, set, tuple, bool, bytes)
+    kind.__name__: kind for kind in (int, float, str, list, dict, tuple, bool, bytes)
 }
 _MAPPING_TAGS: dict[type, str] = {
     dict: "dict",
@@ -77,16 +76,15 @@ _MAPPING_TAGS: dict[type, str] = {
     collections.OrderedDict: "ordered",
     collections.defaultdict: "default",
 }
-_SEQUENCE_TAGS: dict[type, str] = {tuple: "tuple", collections.deque: "deque"}
-_SET_TAGS: dict[type, str] = {set: "set", frozenset: "frozenset"}
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 _SELF_EVIDENT = frozenset({type(None), bool, float, bytes})
-_SET_ITEMS = frozenset({*_SELF_EVIDENT, int, complex, str, *_SCALAR_NAMES})
-_UNCHANGING = frozenset({*_SET_ITEMS, torch.dtype, torch.device, torch.Size})
+_UNCHANGING = frozenset(
+    {*_SELF_EVIDENT, int, complex, str, *_SCALAR_NAMES, torch.dtype, torch.device, torch.Size}
+)
 
 _ADVICE = (
-    "Give it as tensors, numpy arrays, numbers, strings, bytes, None, lists, tuples, sets, deques, or dicts "
-    "with str or int keys, or leave it out of the state"
+    "Give it as tensors, numpy arrays, numbers, strings, bytes, None, lists, tuples, or dicts with str or "
+    "int keys, or leave it out of the state"
 )
 
 
@@ -182,11 +180,6 @@ class _Walker:
                 return name
         self.refuse(value, where, f"its default_factory is not one of {', '.join(_FACTORIES)}")
 
-    def check_set(self, value: Iterable[Any], where: _Where) -> None:
-        for item in value:
-            if type(item) not in _SET_ITEMS:
-                self.refuse(value, where, f"it holds a {_type_name(item)}, and sets may hold only scalars")
-
     def check_tensor(self, tensor: torch.Tensor, where: _Where) -> None:
         if tensor.is_nested or tensor.layout not in (torch.strided, torch.sparse_coo):
             self.refuse(tensor, where, f"it is {'nested' if tensor.is_nested else tensor.layout}")
@@ -231,13 +224,10 @@ class _Packer(_Walker):
             return value if _is_utf8(value) else {_TAG: "str", "v": value.encode("utf-8", "surrogatepass")}
         if kind in _TENSORS:
             return self.tensor(value, where)
-        if kind is list or kind in _SEQUENCE_TAGS:
+        if kind is list or kind is tuple:
             return self.sequence(value, where, depth)
         if kind in _MAPPING_TAGS:
             return self.mapping(value, where, depth)
-        if kind in _SET_TAGS:
-            self.check_set(value, where)
-            return {_TAG: _SET_TAGS[kind], "v": [self.walk(item, where, 0) for item in _in_order(value)]}
         if kind is np.ndarray:
             return self.array(value, where)
         if kind in _SCALAR_NAMES:
@@ -256,12 +246,7 @@ class _Packer(_Walker):
         self.enter(value, where, depth)
         items = self.items(value, where, depth)
         self.leave(value)
-        if type(value) is list:
-            return items
-        plain: dict[str, Any] = {_TAG: _SEQUENCE_TAGS[type(value)], "v": items}
-        if type(value) is collections.deque:
-            plain["n"] = value.maxlen
-        return plain
+        return items if type(value) is list else {_TAG: "tuple", "v": items}
 
     def mapping(self, value: Any, where: _Where, depth: int) -> Any:
         self.enter(value, where, depth)
@@ -325,13 +310,10 @@ class _Freezer(_Walker):
         if kind in _TENSORS:
             self.check_tensor(value, where)
             return value.detach().clone()
-        if kind in _SET_TAGS:
-            self.check_set(value, where)
-            return value.copy()
         if kind is np.ndarray:
             self.check_array(value, where)
             return value.copy(order="K")
-        if kind is list or kind in _SEQUENCE_TAGS or kind in _MAPPING_TAGS:
+        if kind is list or kind is tuple or kind in _MAPPING_TAGS:
             self.enter(value, where, depth)
             copy = self.container(value, where, depth)
             self.leave(value)
@@ -344,8 +326,6 @@ class _Freezer(_Walker):
             return self.items(value, where, depth)
         if kind is tuple:
             return tuple(self.items(value, where, depth))
-        if kind is collections.deque:
-            return collections.deque(self.items(value, where, depth), value.maxlen)
         self.check_keys(value, where)
         copy = kind()
         if kind is collections.defaultdict:
@@ -366,7 +346,7 @@ class _Unpacker:
         kind = type(plain)
         if kind in _SELF_EVIDENT or kind is int or kind is str:
             return plain
-        if depth > _MAX_DEPTH + 3:  # a set in the innermost container may have items that are tagged
+        if depth > _MAX_DEPTH + 2:  # what is in the innermost container may have parts that are tagged
             _corrupt(f"is nested more than {_MAX_DEPTH} levels deep")
         if kind is list:
             return [self.walk(item, depth + 1) for item in plain]
@@ -407,25 +387,11 @@ class _Unpacker:
             _corrupt(f"holds a complex number of {len(parts)} parts")
         return complex(_expect(parts[0], float), _expect(parts[1], float))
 
-    def make_sequence(self, tag: str, fields: dict[str, Any], depth: int) -> Any:
-        if tag == "size":
-            return torch.Size(_int64s(fields["v"], least=-(2**63)))
-        items = self.items(fields["v"], depth)
-        if tag == "tuple":
-            return tuple(items)
-        maxlen = fields["n"]
-        if maxlen is not None and not len(items) <= _expect(maxlen, int) < 2**63:
-            _corrupt(f"holds a deque of {len(items)} items whose maxlen does not fit")
-        return collections.deque(items, maxlen)
+    def make_tuple(self, tag: str, fields: dict[str, Any], depth: int) -> Any:
+        return tuple(self.items(fields["v"], depth))
 
-    def make_any_set(self, tag: str, fields: dict[str, Any], depth: int) -> Any:
-        items = self.items(fields["v"], depth)
-        if not all(type(item) in _SET_ITEMS for item in items):
-            _corrupt("holds a set of other things than scalars")
-        made = set(items) if tag == "set" else frozenset(items)
-        if len(made) != len(items):
-            _corrupt("holds a set with equal items")
-        return made
+    def make_size(self, tag: str, fields: dict[str, Any], depth: int) -> Any:
+        return torch.Size(_int64s(fields["v"], least=-(2**63)))
 
     def make_mapping(self, tag: str, fields: dict[str, Any], depth: int) -> Any:
         made: dict[Any, Any] = _MAPPINGS_BY_TAG[tag]()
@@ -520,17 +486,12 @@ class _Unpacker:
 
 
 _MAPPINGS_BY_TAG = {tag: kind for kind, tag in _MAPPING_TAGS.items()}
-_MAKERS = {
-    **dict.fromkeys(("tuple", "size", "deque"), "sequence"),
-    **dict.fromkeys(("set", "frozenset"), "any_set"),
-    **dict.fromkeys(_MAPPINGS_BY_TAG, "mapping"),
-}
+_MAKERS = dict.fromkeys(_MAPPINGS_BY_TAG, "mapping")
 _V: frozenset[str] = frozenset("v")
 _NONE: frozenset[str] = frozenset()
 _FIELDS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
-    **dict.fromkeys(("int", "str", "complex", "tuple", "size", "set", "frozenset"), (_V, _NONE)),
+    **dict.fromkeys(("int", "str", "complex", "tuple", "size"), (_V, _NONE)),
     **dict.fromkeys(("dict", "counter", "ordered", "dtype", "device", "ref"), (_V, _NONE)),
-    "deque": (frozenset("vn"), _NONE),
     "default": (frozenset("vf"), _NONE),
     "tensor": (frozenset("tsb"), frozenset({"st"})),
     "coo": (frozenset("sciv"), _NONE),
@@ -632,15 +593,6 @@ def _is_utf8(text: str) -> bool:
 
 def _int_to_bytes(value: int) -> bytes:
     return value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
-
-
-def _in_order(items: Iterable[Any]) -> list[Any]:
-    """Return the items of a set in an order that does not depend on their hashes."""
-
-    def key(item: Any) -> tuple[str, Any]:
-        return _type_name(item), item if type(item) in (int, str, bytes) else repr(item)
-
-    return sorted(items, key=key)
 
 
 def _type_name(value: Any) -> str:

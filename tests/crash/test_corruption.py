@@ -245,14 +245,14 @@ class Asked:
             raise AssertionError(f"{what}: untyped {type(e).__name__}: {e}") from e
 
 
-def check(case: Case, path: str, asked_steps: list[int], *, old_line: bool) -> None:
+def check(case: Case, path: str, asked_steps: list[int], *, old_line: bool, deep: bool = False) -> None:
     run = case.run
     lay_out(case, path)
     ask = Asked(case, path)
     history = ask("open", lambda: everstep.open(path))
     if history is None:
         return
-    report = ask("verify", history.verify)
+    report = ask("verify", lambda: history.verify(deep=deep))
     fine = report is not None and report.ok
     steps = ask("steps", lambda: history.steps)
     if fine:
@@ -317,7 +317,7 @@ def _damage_and_check(data: st.DataObject, run: Finished, shm: str, *, all_steps
     old_line = data.draw(st.booleans())
     resume = data.draw(st.integers(0, 3)) == 0
     try:
-        check(case, f"{shm}/case", sorted(some), old_line=old_line)
+        check(case, f"{shm}/case", sorted(some), old_line=old_line, deep=all_steps and resume)
         if resume:
             check_resume(case, f"{shm}/case")
     except AssertionError as e:
