@@ -158,7 +158,7 @@ def unpack(plain: Any, get: Any = None) -> Any:
     if "$" not in plain:
         return {k: unpack(v, get) for k, v in plain.items()}
     tag, v = plain["$"], plain.get("v")
-    if tag in ("tuple", "size", "set", "frozenset", "deque", "complex"):
+    if tag in ("tuple", "size", "complex"):
         return tuple(unpack(v, get))
     if tag in ("dict", "counter", "ordered", "default"):
         items = unpack(v, get)
@@ -406,6 +406,34 @@ def test_the_hexdump_in_the_specification_is_of_the_golden_run() -> None:
     assert len(rows) > 20
     for at, row in rows:
         assert data[int(at, 16) :][:16] == bytes.fromhex(row), at
+
+
+def test_the_specification_names_every_dtype_tag_operation_record_and_field() -> None:
+    import typing
+
+    from everstep import atoms, codec, frame, memory, tree
+    from everstep.format import documents, records, segment
+
+    text = (ROOT / "docs/format.md").read_text()
+    dtypes = text.split("dtypes by number")[1].split("\n## ")[0]
+    assert {int(n): name for n, name in re.findall(r"\| (\d+) (\w+)(?= \|)", dtypes)} == memory._DTYPES
+    packed_values = text.split("## Packed values")[1].split("\n## ")[0]
+    tags = {t for row in re.findall(r"^\| (`[^|]+) \|", packed_values, re.MULTILINE) for t in re.findall(r"`(\w+)`", row)}
+    assert tags == set(tree._FIELDS)
+    operations = set(re.findall(r'^\| `"(\w+)"` \|', text, re.MULTILINE))
+    assert operations == {op.__struct_config__.tag for op in typing.get_args(frame.Op)}
+    assert set(re.findall(r"\*\*(\d) \w+, version (\d)\.\*\*", text)) == {(str(i), str(v)) for i, v in codec.CODECS}
+    for name in ("SEGMENT", "DATA", "CURSOR", "FOOTER", "END"):
+        assert f"{getattr(records, name)} {name}" in text
+    known = set(re.findall(r"`(\w+)`", text))
+    for kind in (
+        documents.RunDocument, documents.TimelineDocument, documents.GenerationDocument, documents.KeptDocument,
+        documents.Manifest, documents.StoredTensor, documents.StoredOptimizer, segment.SegmentHeader, segment.SegmentEnd,
+        frame.Footer, atoms.Atom, atoms.Layout, atoms.OptimizerSpec,
+    ):  # fmt: skip
+        missing = set(kind.__struct_fields__) - known
+        assert not missing, f"{kind.__name__}: {missing}"
+    assert f"version {documents.FORMAT_MAJOR}.{documents.FORMAT_MINOR}" in text.splitlines()[0]
 
 
 def test_golden_files_stay_small() -> None:

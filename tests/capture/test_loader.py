@@ -860,11 +860,20 @@ class Shuffled:
         lambda: DataLoader(Numbers(23), 4),
         lambda: DataLoader(Numbers(23), 4, num_workers=2),
         lambda: DataLoader(Numbers(23), 4, generator=generator()),
+        lambda: DataLoader(CountingNumbers(23), 4, generator=generator(), num_workers=2, persistent_workers=True),
         Shuffled,
         lambda: [torch.tensor([i]) for i in range(5)],
         lambda: range(5),
     ],
-    ids=["iterable dataset", "with workers", "with a generator", "plain iterable", "list", "range"],
+    ids=[
+        "iterable dataset",
+        "with workers",
+        "with a generator",
+        "with persistent workers",
+        "plain iterable",
+        "list",
+        "range",
+    ],
 )
 def test_a_consumed_loader_resumes_exactly(make: Make) -> None:
     assert_resumes_exactly(make, stops=[0, 2, 4, 5, 6, 9])

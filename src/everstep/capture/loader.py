@@ -701,9 +701,7 @@ def _warn_of_slow_resume(loader: Any, num_batches: int) -> None:
     elif isinstance(loader, DataLoader):
         faster = "a DataLoader that does not override __iter__, or state_dict and load_state_dict on this one"
     else:
-        faster = (
-            "a DataLoader over a map-style dataset, given as it is, or state_dict and load_state_dict on this object"
-        )
+        faster = "a DataLoader over a map-style dataset, given as it is, or state_dict and load_state_dict on this object"
     warnings.warn(
         f"{_name(loader)} cannot be positioned: {num_batches} batches are fetched and dropped to resume it, which is "
         f"right only if it gives the same batches when started again. Faster: {faster}",

@@ -1,0 +1,83 @@
+"""S(step) in memory, and the classes that optimizers are built from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from everstep.atoms import Layout, OptimizerSpec
+from everstep.errors import CorruptionError, ReplayError
+
+
+@dataclass
+class OptimizerState:
+    """One optimizer: its groups and the state of each parameter, by uid."""
+
+    spec: OptimizerSpec
+    hyper: list[Any] = field(default_factory=list)
+    """tree.pack of each group without its parameters."""
+    params: list[tuple[int, ...]] = field(default_factory=list)
+    state: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+
+@dataclass
+class State:
+    """S(step): everything but what only the live objects know."""
+
+    step: int
+    layout: Layout
+    tensors: dict[int, torch.Tensor]
+    optimizers: dict[str, OptimizerState]
+    carried: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Gradients that the next backward adds to."""
+    lost: set[int] = field(default_factory=set)
+    """Parameters whose carried gradient could not be stored."""
+    cursor: bytes = b""
+
+
+Live = Mapping[str, torch.optim.Optimizer]
+
+
+def optimizer_of(state: State, name: str) -> OptimizerState:
+    try:
+        return state.optimizers[name]
+    except KeyError:
+        raise CorruptionError(f"a frame updates the optimizer {name!r}, which the layout does not have") from None
+
+
+
+
+_registered: dict[str, type[torch.optim.Optimizer]] = {}
+
+
+def class_name(cls: type) -> str:
+    """`torch.optim.AdamW` for torch's own, `module:Qualname` for others."""
+    if getattr(torch.optim, cls.__name__, None) is cls:
+        return f"torch.optim.{cls.__name__}"
+    return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def register(cls: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    """Let this optimizer class be replayed without a live optimizer: by History, the command line and followers.
+
+    Its update must depend on nothing but `param_groups`, `state` and the gradients. Usable as a decorator.
+    """
+    _registered[class_name(cls)] = cls
+    return cls
+
+
+def find_class(name: str) -> type[torch.optim.Optimizer]:
+    """The class a layout names. Nothing is imported because a file says so."""
+    if name in _registered:
+        return _registered[name]
+    if name.startswith("torch.optim.") and name != "torch.optim.LBFGS":
+        cls = getattr(torch.optim, name.removeprefix("torch.optim."), None)
+        if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer):
+            return cls
+    raise ReplayError(
+        f"the optimizer class {name} cannot be built here. Call everstep.register(YourOptimizer) first, or resume with "
+        "the live optimizer"
+    )
