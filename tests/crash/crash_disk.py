@@ -16,7 +16,6 @@ import os
 import random
 import shutil
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -114,6 +113,8 @@ class Disk:
         self.root = root
         self.top = Folder()
         self.num_events = 0
+        self.written = b""
+        """Everything ever written to log files so far: what freed blocks may still hold."""
 
     def _parts(self, path: str) -> list[str]:
         relative = os.path.relpath(path, self.root)
@@ -158,6 +159,8 @@ class Disk:
             file = folder.live[name]
             assert isinstance(file, File), f"{event.op} of {event.path}"
             if event.op == "write":
+                if name.endswith(".frames"):
+                    self.written += event.data
                 file.pending.append((index, event.offset, event.data))
             elif event.op == "truncate":
                 file.pending.append((index, event.offset, None))
@@ -309,8 +312,3 @@ def fingerprint_of(tree: Tree) -> bytes:
         h.update(f"{path}\0{-1 if content is None else len(content)}\0".encode())
         h.update(content or b"")
     return h.digest()
-
-
-def recycled_from(events: list[Recorded], choose: Callable[[Recorded], bool] = lambda r: True) -> bytes:
-    """Everything ever written to log files, in order: what freed blocks may still hold."""
-    return b"".join(r.event.data for r in events if r.event.op == "write" and r.event.path.endswith(".frames") and choose(r))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from crash_disk import Crash, Disk, Images, Nothing, Recorded, Recorder, Some, Tree, fingerprint_of, recycled_from
+from crash_disk import Crash, Disk, Images, Nothing, Recorded, Recorder, Some, Tree, fingerprint_of
 from crash_training import Era, Eras, Training, digest, era_of, follower_in_process, wait_for_keeper
 
 import everstep
@@ -199,14 +199,13 @@ def replay(
     """All prefixes of the recorded events, each with several fates of what was not synced."""
     disk, promise = disk or Disk(recording.root), promise or Promise(recording.eras)
     seeds = random.Random(seed)
-    recycled = recycled_from(recording.events)
     for index, recorded in enumerate(recording.events):
         disk.feed(recorded)
         if recorded.event.op == "note":
             promise.hear(recorded.event.path, recording.trusted)
         fates: list[Crash] = [Nothing()]
         if not disk.is_settled:
-            fates += [Crash(), *(Some(seeds.randrange(1 << 30), recycled) for _ in range(variants))]
+            fates += [Crash(), *(Some(seeds.randrange(1 << 30), disk.written) for _ in range(variants))]
         for i, how in enumerate(fates):
             count = checker.num_images
             go_on = bool(go_on_every) and (count + i) % go_on_every == 0

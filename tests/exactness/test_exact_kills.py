@@ -12,19 +12,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from harness import must_equal, run_plainly
+from harness import copied, must_equal, run_plainly
 from models import Training, build
 
 import everstep
 
 WORKER = Path(__file__).with_name("worker.py")
 MAX_INFLIGHT_STEPS = 3
+BATCHES_A_PASS = 4
 CASES: dict[str, dict[str, Any]] = {
     "mlp by hand": {"setup": "mlp", "family": "adam-foreach", "style": "hand"},
     "cnn with workers": {"setup": "cnn", "family": "sgd-nesterov-foreach", "style": "nested", "num_workers": 2},
@@ -126,9 +128,60 @@ def check_steps_lost(journal: Journal) -> int:
     return lost
 
 
+@dataclass
+class Fight:
+    """One run and what became of it."""
+
+    folder: Path
+    case: dict[str, Any]
+    num_kills: int
+    epochs: int
+    choose: random.Random
+    attach: dict[str, Any] = field(default_factory=dict)
+    journal: Journal | None = None
+    kills: int = 0
+
+    def make(self, seed: int) -> Training:
+        t = build(**{k: v for k, v in self.case.items() if k != "style"}, seed=seed)
+        t.epochs = self.epochs
+        return t
+
+    def run(self) -> Fight:
+        """Train until the end, through all kills. In any thread."""
+        attach = {"max_inflight_steps": MAX_INFLIGHT_STEPS, **self.attach}
+        case = {**self.case, "epochs": self.epochs, "pause_s": 0.004, "attach": attach}
+        num_batches = self.epochs * BATCHES_A_PASS
+        self.journal, self.kills = train_under_fire(self.folder, case, self.choose, self.num_kills, num_batches)
+        return self
+
+    def check(self) -> None:
+        """Everything that any process did or left behind is that of a run without kills and without Everstep."""
+        truth = run_plainly(self.make, self.case["style"])
+        losses = {n: loss for n, _, loss in truth.turns}
+        assert self.journal is not None and self.kills >= 3
+        check_losses(self.journal, losses)
+        check_steps_lost(self.journal)
+        result = torch.load(self.folder / "result", weights_only=False)
+        must_equal(result, truth.end, "everything at the end")
+        state = everstep.open(self.folder / "run").state()
+        must_equal(copied(state), truth.public[len(losses)], "the last step")
+
+
+@pytest.fixture(scope="module")
+def fights(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Fight]]]:
+    """All runs, two at a time: most of their time is the start of processes."""
+    with ThreadPoolExecutor(2) as pool:
+        yield {
+            name: pool.submit(Fight(tmp_path_factory.mktemp("fight"), case, 3, 12, random.Random(name)).run)
+            for name, case in CASES.items()
+        }
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_a_run_killed_at_random_moments_ends_as_if_it_never_was(name: str, tmp_path: Path) -> None:
-    under_fire(tmp_path, CASES[name], random.Random(name), num_kills=3, epochs=12)
+def test_a_run_killed_at_random_moments_ends_as_if_it_never_was(
+    name: str, fights: dict[str, Future[Fight]]
+) -> None:
+    fights[name].result().check()
 
 
 @pytest.mark.long
@@ -137,27 +190,4 @@ def test_a_run_killed_at_random_moments_ends_as_if_it_never_was(name: str, tmp_p
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_killed_ten_times_ends_as_if_it_never_was(name: str, seed: int, tmp_path: Path) -> None:
     attach = {"durability": ["step", "os", "batch"][seed], "base_interval": 10, "batch_steps": MAX_INFLIGHT_STEPS}
-    under_fire(tmp_path, CASES[name], random.Random(f"{name} {seed}"), num_kills=10, epochs=25, **attach)
-
-
-def under_fire(
-    folder: Path, case: dict[str, Any], choose: random.Random, *, num_kills: int, epochs: int, **attach: Any
-) -> None:
-    case = {
-        **case, "epochs": epochs, "pause_s": 0.004, "attach": {"max_inflight_steps": MAX_INFLIGHT_STEPS, **attach},
-    }  # fmt: skip
-
-    def make(seed: int) -> Training:
-        t = build(**{k: v for k, v in case.items() if k not in ("style", "epochs", "pause_s", "attach")}, seed=seed)
-        t.epochs = epochs
-        return t
-
-    truth = run_plainly(make, case["style"])
-    losses = {n: loss for n, _, loss in truth.turns}
-    journal, kills = train_under_fire(folder, case, choose, num_kills, len(losses))
-    assert kills >= 3
-    check_losses(journal, losses)
-    check_steps_lost(journal)
-    must_equal(torch.load(folder / "result", weights_only=False), truth.end, "everything at the end")
-    state = everstep.open(folder / "run").state()
-    must_equal(state["extras"]["progress"]["batches"], len(losses), "batches in the last step")
+    Fight(tmp_path, CASES[name], 10, 25, random.Random(f"{name} {seed}"), attach).run().check()

@@ -65,7 +65,7 @@ class Rig:
     def __init__(self, path: Any, **options: Any) -> None:
         self.path = path
         self.model, self.optimizer = build()
-        options = {"base_interval": 10, "segment_bytes": 60_000, "quiet": True, **options}
+        options = {"base_interval": 10, "segment_bytes": 60_000, "quiet": True, "retention": {}, **options}
         self.run = everstep.attach(self.model, self.optimizer, path, **options)
         self.truth = Truth(self.run, self.model, self.optimizer)
         self.truth.resume()
@@ -189,7 +189,7 @@ def test_a_follower_that_hangs_does_not_let_the_log_grow_without_bound(tmp_path:
 def test_an_optimizer_that_the_follower_cannot_build_gets_its_bases_from_the_trainer(tmp_path: Path) -> None:
     model, _ = build()
     optimizer = Mine(model.parameters(), lr=0.1, momentum=0.9)
-    run = everstep.attach(model, optimizer, tmp_path / "run", quiet=True, base_interval=5, segment_bytes=20_000)
+    run = everstep.attach(model, optimizer, tmp_path / "run", quiet=True, base_interval=5, segment_bytes=20_000, retention={})
     truth = Truth(run, model, optimizer)
     truth.resume()
     for _ in range(28):

@@ -28,7 +28,7 @@ def build() -> tuple[nn.Module, torch.optim.Optimizer]:
 def train(path: Any, steps: int, **options: Any) -> Truth:
     """Bases every 5 steps, a segment for about every 3."""
     model, optimizer = build()
-    options = {"base_interval": 5, "segment_bytes": 20_000, "follower": False, **options}
+    options = {"base_interval": 5, "segment_bytes": 20_000, "follower": False, "retention": {}, **options}
     run = everstep.attach(model, optimizer, path, quiet=True, **options)
     truth = Truth(run, model, optimizer)
     truth.resume()
@@ -51,7 +51,7 @@ def size(path: Any) -> int:
     return sum(p.stat().st_size for p in Path(path).rglob("*") if p.is_file())
 
 
-def test_by_default_the_last_two_bases_and_all_steps_since_are_kept(tmp_path: Path) -> None:
+def test_the_last_two_bases_and_all_steps_since_are_kept(tmp_path: Path) -> None:
     truth = train(tmp_path / "run", 33)
     kept = bases(tmp_path / "run")
     assert len(kept) == 2
@@ -59,6 +59,11 @@ def test_by_default_the_last_two_bases_and_all_steps_since_are_kept(tmp_path: Pa
     assert set(range(kept[0], 34)) <= set(steps)
     assert min(steps) == kept[0]
     check_history(tmp_path / "run", truth, complete=False)
+
+
+def test_by_default_nothing_of_a_small_run_is_removed(tmp_path: Path) -> None:
+    truth = train(tmp_path / "run", 33, retention=everstep.run.Options().retention)
+    check_history(tmp_path / "run", truth)
 
 
 def test_so_many_bases_are_kept_as_asked_for(tmp_path: Path) -> None:
@@ -131,7 +136,8 @@ def test_a_fork_keeps_what_it_stands_on(tmp_path: Path) -> None:
     train(tmp_path / "run", 12, retention={"bases": 5})
     model, optimizer = build()
     run = everstep.attach(
-        model, optimizer, tmp_path / "run", quiet=True, follower=False, base_interval=5, segment_bytes=20_000
+        model, optimizer, tmp_path / "run", quiet=True, follower=False, base_interval=5, segment_bytes=20_000,
+        retention={},
     )
     truth = Truth(run, model, optimizer)
     truth.resume(8)

@@ -13,10 +13,13 @@ import time
 
 from everstep.atoms import PIECE_ELEMENTS
 from everstep.capture.pending import Audit
-from everstep.capture.watch import Watched
+from everstep.capture.watch import StateLook, Watched
 
 ALWAYS_BYTES = 4 << 20
 """Optimizer state up to this size is hashed at every step."""
+
+
+_Job = tuple[Audit, list[Watched], list[Watched], list[StateLook], float]
 
 
 class Auditor:
@@ -26,7 +29,7 @@ class Auditor:
         """`full`: everything at every step, whatever it costs. `share`: of the step's time for optimizer state."""
         self._full = full
         self._share = share
-        self._jobs: queue.SimpleQueue[tuple[Audit, list[Watched], list[Watched], float] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._current: Audit | None = None
         self._cut = threading.Event()
         self._must_done = threading.Event()
@@ -36,12 +39,14 @@ class Auditor:
         self._thread = threading.Thread(target=self._run, name="everstep-audit", daemon=True)
         self._thread.start()
 
-    def begin(self, audit: Audit, must: list[Watched], may: list[Watched], step_s: float) -> None:
+    def begin(
+        self, audit: Audit, must: list[Watched], may: list[Watched], looks: list[StateLook], step_s: float
+    ) -> None:
         """Start hashing S(step). Called at the commit."""
         self._current = audit
         self._cut.clear()
         self._must_done.clear()
-        self._jobs.put((audit, must, may, step_s))
+        self._jobs.put((audit, must, may, looks, step_s))
 
     def end(self) -> None:
         """The state is about to change: return when no thread looks at it any more."""
@@ -74,9 +79,14 @@ class Auditor:
                 self._must_done.set()
                 audit.done.set()
 
-    def _hash(self, audit: Audit, must: list[Watched], may: list[Watched], step_s: float) -> None:
+    def _hash(
+        self, audit: Audit, must: list[Watched], may: list[Watched], looks: list[StateLook], step_s: float
+    ) -> None:
         begun = time.perf_counter()
         complete = True
+        as_expected = [look.run() for look in looks]
+        if not all(as_expected):
+            must, may = must + may, []  # the frame must show that its state is not what its updates lead to
         if sum(w.alias.numel() * w.itemsize for w in may) <= ALWAYS_BYTES:
             must, may = must + may, []
         for w in must:

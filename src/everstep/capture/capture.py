@@ -119,6 +119,10 @@ class Capture:
     def put(self, item: Item) -> None:
         self.offload.put(self.step + 1, item)
 
+    def state_loaded(self, optimizer: str) -> None:
+        """optimizer.load_state_dict was called."""
+        self._watch.look_at_states(optimizer)
+
     def dispose(self, tensors: list[Any]) -> None:
         """Let another thread free the memory of gradients that are done with."""
         self.offload.dispose(tensors)
@@ -195,7 +199,7 @@ class Capture:
             return audit
         must, may = self._watch.quiet_targets()
         self._auditor.end()
-        self._auditor.begin(audit, must, may, self.step_s)
+        self._auditor.begin(audit, must, may, self._watch.states_to_look_at(), self.step_s)
         return audit
 
     def _store_results(self, tap: Tap) -> None:

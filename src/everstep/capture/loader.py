@@ -668,7 +668,7 @@ def _seeded_per_sample(dataset: Any) -> bool:
     if getattr(dataset, "seeded_per_sample", False):
         return True
     inside = getattr(dataset, "datasets", None) or [getattr(dataset, "dataset", None)]
-    return all(part is not None and _seeded_per_sample(part) for part in inside)
+    return all(part is not None and part is not dataset and _seeded_per_sample(part) for part in inside)
 
 
 def _started_anew(loader: Any, delivered: int) -> str:
@@ -679,9 +679,10 @@ def _started_anew(loader: Any, delivered: int) -> str:
 
 
 def _warn_of_workers(loader: Any, what: str) -> None:
-    if _seeded_per_sample(loader.dataset):
+    dataset = getattr(loader, "dataset", None)
+    if _seeded_per_sample(dataset):
         return
-    if isinstance(loader.dataset, IterableDataset):
+    if isinstance(dataset, IterableDataset):
         mend = "seed inside the dataset, from its own position"
     else:
         mend = "wrap the dataset in everstep.data.SeededDataset"

@@ -60,6 +60,8 @@ class Recorder(Protocol):
 
     def dispose(self, tensors: list[Any]) -> None: ...
 
+    def state_loaded(self, optimizer: str) -> None: ...
+
 
 class _Held:
     """Gradients of one update, held by reference until it is sure what becomes of them."""
@@ -126,6 +128,7 @@ class Tap:
         self._scale: torch.Tensor | None = None
         self._held: _Held | None = None
         self._clean = 0
+        self._never_shared = False
         self._deviations = 0
         self.overwrite = class_name(type(optimizer)) in NEVER_REPLAYED
         """Results are stored in place of gradients: this optimizer cannot be replayed."""
@@ -149,6 +152,7 @@ class Tap:
         self._handles = [
             optimizer.register_step_pre_hook(self._pre),
             optimizer.register_step_post_hook(self._post),
+            optimizer.register_load_state_dict_post_hook(lambda _: recorder.state_loaded(name)),
         ]
         self._wrap_zero_grad()
 
@@ -278,7 +282,7 @@ class Tap:
         elif self._must_copy():
             self._copies = self._copy(self._grads)
         else:
-            self._steady = self._trial is None and self._is_last()
+            self._steady = self._trial is None and self._is_last() and self._never_shared
         self._versions = _versions_of(self._grads)
 
     def _must_copy(self) -> bool:
@@ -316,11 +320,10 @@ class Tap:
         assert self._grads is not None
         if self._steady:
             # Ours was the last hook before the step, and whoever writes into these from here on moves their counters.
+            # Memory that others share is found when the seal is to be opened.
             seal = Seal()
-            grads, shared = _unshared(self._grads)
-            kept = [None if s else g for g, s in zip(self._grads, shared, strict=True)] if shared else grads
-            self._held = _Held(self.params, kept, seal, self._versions)
-            self._recorder.put(PendingUpdate(self.name, self.uids, grads, seal, num_bytes=self.param_bytes))
+            self._held = _Held(self.params, self._grads, seal, self._versions)
+            self._recorder.put(PendingUpdate(self.name, self.uids, self._grads, seal, num_bytes=self.param_bytes))
             return
         now: list[torch.Tensor | None] = list(map(_grad, self.params))
         if self._take_after:
@@ -340,6 +343,7 @@ class Tap:
         else:
             seal = Seal()
             grads, shared = _unshared(self._grads)
+            self._never_shared = not shared
             update = PendingUpdate(self.name, self.uids, grads, seal, num_bytes=self.param_bytes)
             kept = [None if s else g for g, s in zip(self._grads, shared, strict=True)] if shared else grads
             self._held = _Held(self.params, kept, seal)
@@ -414,6 +418,7 @@ class Tap:
             held.seal.read.wait()
         if held.seal.read.is_set():
             if held.suspect or not held.untouched() or held.shared():
+                self._never_shared = False
                 held.seal.instead = self.result_items()
                 self._clean, self._held = 0, None
                 self._deviations += 1

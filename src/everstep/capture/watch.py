@@ -14,7 +14,7 @@ Everything here runs on the training thread.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter, is_
@@ -32,7 +32,9 @@ from everstep.store.bases import piece_sum
 
 SMALL_BUFFER_BYTES = 1 << 16
 SLICE_BYTES = 1 << 16
-SLICE_RANGES = 8
+SLICE_RANGES = 2
+LOOK_HERE_TENSORS = 96
+"""Optimizer state of more tensors than this is looked at by the audit's thread: on the training thread it takes too long."""
 MAX_SURPRISES = 3
 FULL_STEPS = 3
 _versions = attrgetter("_version")
@@ -48,6 +50,30 @@ class _Delta:
 
     def __post_init__(self) -> None:
         self.moves = any(self.tensors) or any(self.states)
+
+
+@dataclass
+class StateLook:
+    """One optimizer's state as it must be found after a commit; run() looks, in another thread."""
+
+    watch: Watch
+    name: str
+    read: Callable[[str], list[Any]]
+    values: list[Any]
+    tensors: list[torch.Tensor]
+    versions: list[int]
+
+    def run(self) -> bool:
+        """Whether everything is as it must be; if not, the watch is alarmed."""
+        now = self.read(self.name)
+        good = (
+            len(now) == len(self.values)
+            and all(map(is_, now, self.values))
+            and list(map(_versions, self.tensors)) == self.versions
+        )
+        if not good:
+            self.watch.alarm(self.name)
+        return good
 
 
 class Watched:
@@ -97,6 +123,8 @@ class Watch:
         self._state_tensors: dict[str, list[torch.Tensor]] = {name: [] for name in optimizers}
         self._state_values: dict[str, list[Any]] = {name: [] for name in optimizers}
         self._state_versions: dict[str, list[int]] = {name: [] for name in optimizers}
+        self._state_sizes = dict.fromkeys(optimizers, 0)
+        self._alarm: set[str] = set()
         self._full_left = FULL_STEPS
         self._unstable: set[str] = set()
         """Optimizers whose effect on version counters cannot be foretold."""
@@ -177,6 +205,7 @@ class Watch:
         self._state_tensors[name] = [w.tensor for w in found]
         self._everything = None
         self._state_values[name] = self._values(name)
+        self._state_sizes[name] = len(optimizer.state)
         self._state_versions[name] = list(map(_versions, self._state_tensors[name]))
 
     def targets(self) -> tuple[list[Watched], list[Watched]]:
@@ -205,8 +234,30 @@ class Watch:
 
     # -- boundaries ---------------------------------------------------------------------------------------------------
 
+    def states_to_look_at(self) -> list[StateLook]:
+        """What the audit's thread compares after this commit, in place of the training thread."""
+        if self._precise():
+            return []
+        return [
+            StateLook(self, name, self._values, self._state_values[name], self._state_tensors[name],
+                      self._state_versions[name])
+            for name in self._optimizers
+            if len(self._state_tensors[name]) > LOOK_HERE_TENSORS
+        ]  # fmt: skip
+
+    def look_at_states(self, name: str) -> None:
+        """The optimizer's state was replaced: the next check must see it."""
+        self._unstable.add(name)
+
+    def alarm(self, name: str) -> None:
+        """Somebody edited this optimizer's state: look closely before its next update (any thread)."""
+        self._alarm.add(name)
+
     def before_update(self) -> list[Item]:
         """What changed since the last boundary, copied, as far as it must be known before an update."""
+        if self._alarm:
+            self._unstable |= self._alarm
+            self._alarm.clear()
         if self._precise():
             return self._check_all()
         changed: dict[int, Watched] = {}
@@ -251,9 +302,10 @@ class Watch:
                     ]
         changed = self._moved_tensors(self._volatile)
         touched: dict[tuple[str, int], None] = {}
-        for name in self._optimizers:
+        for name, optimizer in self._optimizers.items():
             before = len(touched)
-            self._check_states(name, touched)
+            if len(self._state_tensors[name]) <= LOOK_HERE_TENSORS or len(optimizer.state) != self._state_sizes[name]:
+                self._check_states(name, touched)
             if len(touched) > before and self._updates[name]:
                 self._unexpected(name)
         # An edit before an update changes what the update did: parameter and state are stored together.

@@ -1,7 +1,7 @@
 """Which parameters are cut into tiles and which are not, for a row of frames.
 
-Cuts are at multiples of 64 elements: then every bit is the same as in the whole tensor. Not cut are 16-bit parameters in loop
-and foreach variants, optimizers that are not element-wise, sparse gradients, odd strides.
+Cuts are at multiples of 64 elements: then every bit is the same as in the whole tensor. Not cut are 16-bit parameters in
+loop and foreach variants, optimizers that are not element-wise, sparse gradients, odd strides.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from everstep.format import records
 from everstep.format.records import BLOCK, CURSOR, DATA, END, FOOTER, HEADER_BYTES, SEGMENT, Header, aligned
 from everstep.format.segment import SegmentEnd, SegmentHeader, file_name
 from everstep.frame import Footer, Op, TensorRef, audit_entries
-from everstep.memory import Bytes, Scratch, dtype_of, empty_bytes
+from everstep.memory import Bytes, Scratch, dtype_of
 from everstep.store import files
 
 _MAX_META_BYTES = 1 << 30
@@ -425,7 +425,7 @@ class StoredFrame:
         if header.codec == codec.RAW:
             return stored
         itemsize = dtype_of(header.dtype).itemsize if header.dtype else 1
-        _, out = empty_bytes(header.raw_bytes)
+        out = (scratch or Scratch()).take(header.raw_bytes)[: header.raw_bytes]
         codec.decode(header.codec, header.codec_version, stored, itemsize, out)
         return out
 
