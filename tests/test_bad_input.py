@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from truth import Truth, check_history, crash, different, live_state, tree_hash
 
 import everstep
 from everstep.errors import (
@@ -24,6 +23,7 @@ from everstep.errors import (
 )
 from everstep.format import documents
 from everstep.format.documents import RunDocument
+from truth import Truth, check_history, crash, different, live_state, tree_hash
 
 
 def build(**changes: Any) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from truth import Truth, check_history, crash, different, live_state, tree_hash
 
 import everstep
 from everstep.errors import (
@@ -20,6 +19,7 @@ from everstep.errors import (
     StepNotFoundError,
     UsageError,
 )
+from truth import Truth, check_history, crash, different, live_state, tree_hash
 
 
 def build() -> tuple[nn.Module, torch.optim.Optimizer]:

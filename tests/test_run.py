@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from truth import Truth, check_history, check_resume, crash, different, live_state
 
 import everstep
 from everstep.errors import EverstepError, NothingToRestoreError, UnsupportedValueError, UsageError
+from truth import Truth, check_history, check_resume, crash, different, live_state
 
 
 def build() -> tuple[nn.Module, torch.optim.Optimizer]:

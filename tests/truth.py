@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from support import crash, equal
 from torch import nn
 from torch.optim import Optimizer
 
 import everstep
 from everstep.store import files
+from support import crash, equal
 
 __all__ = ["Truth", "check_history", "check_resume", "copied", "crash", "different", "equal", "gate", "live_state", "slow", "tree_hash"]
 
@@ -153,7 +153,7 @@ def _is_log(path: str) -> bool:
 
 
 @contextlib.contextmanager
-def slow(seconds: float = 0.03, *, what: Callable[[str], bool] = _is_log) -> Iterator[None]:
+def slow(seconds: float = 0.008, *, what: Callable[[str], bool] = _is_log) -> Iterator[None]:
     """Every write and sync of the log takes this long: the writer thread reads gradients late."""
 
     def fault(op: str, path: str) -> None:

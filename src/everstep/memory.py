@@ -72,15 +72,16 @@ def dtype_named(name: str) -> torch.dtype:
     raise CorruptionError(f"unknown dtype {name!r}; written by a newer version?")
 
 
-def view_bytes(tensor: torch.Tensor) -> Bytes:
-    """The memory of a contiguous CPU tensor as bytes, uncopied. The view keeps the tensor alive."""
+def view_bytes(tensor: torch.Tensor, *, keep_alive: bool = True) -> Bytes:
+    """The memory of a contiguous CPU tensor as bytes, uncopied. The view keeps the tensor alive, if asked."""
     size = tensor.numel() * tensor.element_size()
     if size == 0:
         return np.empty(0, np.uint8)
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         raise AssertionError("view_bytes wants a contiguous CPU tensor")
     memory: Any = (ctypes.c_char * size).from_address(tensor.data_ptr())
-    memory.owner = tensor
+    if keep_alive:
+        memory.owner = tensor
     return np.frombuffer(memory, np.uint8)
 
 

@@ -165,7 +165,6 @@ class Run:
         self._rebase = False
         self._proven = True
         self._torn = False
-        self._synced_base = -1
         self._last_cursor: dict[str, Any] = {}
         self._restore_s = 0.0
         self._commits = 0
@@ -352,8 +351,13 @@ class Run:
         cursor = cursors.decode(restored.state.cursor)
         cursors.check_same_extras(self._extras, cursor["extras"])
         self._warn_if_unproven(restored)
-        self._apply(restored, cursor)
         self._path.sync(line_files(line, restored.plan))
+        if not os.path.exists(os.path.join(self._path.timeline(line.timelines[0]), "timeline.json")):
+            raise CorruptionError(
+                f"timeline.json of timeline {line.timelines[0]} in {self.path} is missing: put it back from a copy, or go "
+                "on under another path by everstep.open(run).restore(...)"
+            )
+        self._apply(restored, cursor)
         fork = asked != "latest" and not _is_newest(line, at)
         timeline = line.timelines[0]
         if fork:
@@ -446,7 +450,7 @@ class Run:
         )  # fmt: skip
         # What survives only the process must not be called durable in the log: after a crash of the host it may be gone.
         os_only = options.durability == "os"
-        self._capture.offload.claim = lambda: self._synced_base if os_only else self._durable
+        self._capture.offload.claim = lambda: -1 if os_only else self._durable
         self._capture.offload.on_durable = self._on_durable
         self._keeper = Keeper(
             self._path, timeline, generation, step, options.retention, options.base_interval,
@@ -539,12 +543,9 @@ class Run:
             self._torn = True
         if snapshot.manifest is None or capture is None or self._keeper is None:
             return
-        self._synced_base = max(self._synced_base, snapshot.step)
         first = not self._base_ready
         self._base_ready = True
         if first:
-            if snapshot.step > self._durable + 1 and self._durable >= 0:
-                self._keeper.never_stored(self._durable + 1, snapshot.step - 1)
             self._durable = max(self._durable, snapshot.step, capture.offload.synced_step)
             files.note(f"durable {self._durable}")
         self._keeper.base_done(snapshot.step, self._log.bytes_written)
@@ -586,6 +587,11 @@ class Run:
             capture.snapshot = None
             self._base_ready = False
             self._rebase = True
+            if self._keeper is not None and self._durable >= 0:
+                try:
+                    self._keeper.never_stored(self._durable + 1, capture.step)
+                except StorageError:
+                    self._rebase = False  # still not back
 
     def _come_back(self, capture: Capture) -> None:
         if self._unprotected_since is not None and self._base_ready:
@@ -643,17 +649,23 @@ class Run:
     def _pace_line(self, capture: Capture) -> str:
         a_step = self._log.bytes_written / self._commits
         a_day = a_step * 86400 / max(capture.step_s, 1e-6)
-        days = shutil.disk_usage(self._path.path).free / max(a_day, 1.0)
+        hours = self._free_bytes() / max(a_day, 1.0) * 24
         return (
             f"everstep: {self.path} · {a_step / 1e6:.2f} MB a step, {capture.step_s * 1e3:.1f} ms a step: "
-            f"{a_day / 1e9:.1f} GB a day before retention, disk full in {days * 24:.1f} h without it"
+            f"{a_day / 1e9:.1f} GB a day before retention, disk full in {hours:.1f} h without it"
         )
+
+    def _free_bytes(self) -> int:
+        try:
+            return shutil.disk_usage(self._path.path).free
+        except OSError:  # the folder is gone: the writer will tell
+            return 0
 
     def _attach_line(self, inventory: Any) -> str:
         step_bytes = sum(
             t.numel() * t.element_size() for t in inventory.params().values() if t.requires_grad
         )
-        free = shutil.disk_usage(self._path.path).free
+        free = self._free_bytes()
         return (
             f"everstep: {self.path} · mode delta · about {step_bytes / 1e6:.2f} MB a step · "
             f"{free / 1e9:.0f} GB free ({free // max(step_bytes, 1):,} steps without retention) · "

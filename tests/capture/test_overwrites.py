@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from truth import Truth, check_history, check_resume, crash, different, gate, live_state, slow
 
 import everstep
 from everstep.errors import AuditError, HiddenEditWarning, InexactWarning, StepNotFoundError
+from truth import Truth, check_history, check_resume, crash, different, gate, live_state, slow
 
 Built = tuple[Any, Any]
 

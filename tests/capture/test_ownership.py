@@ -15,14 +15,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from truth import Truth, check_history, check_resume, crash, gate, slow
 
 import everstep
 from everstep.errors import AuditError
+from truth import Truth, check_history, check_resume, crash, gate, slow
 
-CLEAN = 10
+CLEAN = 7
 """Steps in which gradients are let go, so that later ones are held by reference."""
-STEPS = 18
+STEPS = 13
 
 
 def mlp() -> nn.Sequential:
@@ -383,14 +383,14 @@ def test_a_scaler_that_unscales_in_place_is_logged_as_consumed(
     def build() -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]:
         model = mlp()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
-        return model, optimizer, {"scaler": torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=6)}
+        return model, optimizer, {"scaler": torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=4)}
 
     model, optimizer, extras = build()
     scaler = extras["scaler"]
     run = everstep.attach(model, optimizer, tmp_path / "run", extras=extras, quiet=True, follower=False)
     truth = Truth(run, model, optimizer, extras)
     truth.resume()
-    overflow = 13
+    overflow = 9
     with slow():
         for t in range(STEPS):
             if t < clean:
@@ -554,13 +554,13 @@ def test_a_pattern_that_changes_and_changes_back_is_logged_as_consumed(tmp_path:
     truth = Truth(run, model, optimizer)
     truth.resume()
     order = ["zero_by_hand", "keeps_references", "accumulate_for_ever", "released", "views_of_a_flat_buffer"]
-    with slow(0.01):
-        for t in range(60):
+    with slow():
+        for t in range(48):
             getattr(trainer, "released" if t < 20 or t % 11 < 6 else order[t % len(order)])()
             truth.commit()
     crash(run)
     check_history(tmp_path / "run", truth)
-    check_resume(tmp_path / "run", sgd, truth, 60)
+    check_resume(tmp_path / "run", sgd, truth, 48)
 
 
 def test_the_writer_really_reads_late_in_these_tests(tmp_path: Any) -> None:

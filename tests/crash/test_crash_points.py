@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import re
 import shutil
 import tempfile
+import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +19,7 @@ from crash_disk import Crash, Disk, Images, Nothing, Recorded, Recorder, Some, T
 from crash_training import Era, Eras, Training, digest, era_of, follower_in_process, wait_for_keeper
 
 import everstep
-from everstep.errors import NotARunError, NothingToRestoreError
+from everstep.errors import NotARunError, NothingToRestoreError, UnprotectedWarning
 from everstep.restore.history import History
 from everstep.store import files
 from support import crash
@@ -311,13 +314,47 @@ def test_weaker_durability_never_leads_to_a_wrong_state_or_to_none(shm: str, dur
     assert checker.num_images > 150
 
 
+@pytest.mark.parametrize("operation", ["write", "sync"])
+def test_crash_points_around_a_disk_that_fails_for_a_while(shm: str, operation: str) -> None:
+    recorder, eras = Recorder(), Eras()
+    failing = False
+
+    def fault(op: str, path: str) -> None:
+        recorder.begin(op, path)
+        if failing and op == operation and path.endswith(".frames"):
+            raise OSError(errno.EIO, "injected")
+
+    os.makedirs(f"{shm}/live")
+    with (
+        warnings.catch_warnings(),
+        files.observe(recorder.observe, fault),
+        era_of(f"{shm}/live/one", eras, on_error="warn", follower=False, direct_io=False) as (run, train),
+    ):
+        warnings.simplefilter("ignore", UnprotectedWarning)
+        train(5)
+        run.flush()
+        failing = True
+        train(3)
+        failing = False
+        while run.stats()["unprotected_since"] is not None:
+            assert run.step < 200
+            time.sleep(0.2)
+            train(1)
+        train(3)
+        run.close()
+    checker = Checker(shm, verify_every=5)
+    replay(Recording(f"{shm}/live", eras, recorder.events), checker, variants=2, go_on_every=50)
+    assert checker.num_images > 100
+
+
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("durability", ["step", "batch", "os"])
 def test_thousands_of_crash_images_restore_to_a_durable_step(shm: str, durability: str) -> None:
     checker = Checker(shm, all_steps=True, verify_every=3 if durability == "step" else 0)
-    for seed in range(3):
-        recording = record(f"{shm}/live-{seed}", durability=durability)
+    policies = ({"bases": 2}, {"bases": 1}, {"bases": 1, "every": 5, "window_steps": 3})
+    for seed, policy in enumerate(policies):
+        recording = record(f"{shm}/live-{seed}", durability=durability, retention=policy)
         replay(recording, checker, variants=30, go_on_every=20, seed=seed)
     assert checker.num_images > 2000
 

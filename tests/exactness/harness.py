@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from models import Training
 
@@ -21,12 +20,6 @@ from support import crash, equal
 Build = Callable[[int], Training]
 SEED = 1234
 TORCHS_OWN = "Sparse invariant checks are implicitly disabled"
-
-
-def thinned(cases: Iterable[Any], *, one_in: int) -> list[Any]:
-    """Every `one_in`-th case in the default run, all of them in `make test-all`."""
-    found = [case if isinstance(case, tuple) else (case,) for case in cases]
-    return [c if i % one_in == 0 else pytest.param(*c, marks=pytest.mark.long) for i, c in enumerate(found)]
 
 
 # ------------------------------------------------------------------------------------------ everything

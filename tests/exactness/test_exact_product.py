@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,20 @@ NOT_POSSIBLE = {
     ("lstm", "sgd-momentum-fused"),
     ("lstm", "sgd-nesterov-fused"),
 }
-# The default run sees every family in two set-ups; `make test-all` sees the whole product.
+# The default run sees every family in one or two set-ups; `make test-all` sees the whole product.
 PRODUCT = [
-    (s, f) if (i + j) % 3 == 0 else pytest.param(s, f, marks=pytest.mark.long)
+    (s, f) if (i + j) % 4 == 0 else pytest.param(s, f, marks=pytest.mark.long)
     for i, s in enumerate(SETUPS)
     for j, f in enumerate(FAMILIES)
     if (s, f) not in NOT_POSSIBLE
 ]
 MOMENTS = ("fetched", "backward", "step", "end")
+
+
+def thinned(cases: Iterable[Any], *, one_in: int) -> list[Any]:
+    """Every `one_in`-th case in the default run, all of them in `make test-all`."""
+    found = [case if isinstance(case, tuple) else (case,) for case in cases]
+    return [pytest.param(*c, marks=[pytest.mark.long] if i % one_in else []) for i, c in enumerate(found)]
 
 
 def crash_and_compare(

@@ -20,13 +20,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 import torch
-from harness import SEED, everything, loop
+from harness import everything, loop
 from models import build
 
 import everstep
 
 
-def main(run_path: str, journal_path: str, result_path: str, case: str, generation: str) -> None:
+def main(run_path: str, journal_path: str, result_path: str, case: str, seed: str) -> None:
     torch.set_num_threads(1)
     asked = json.loads(case)
     style, epochs, pause_s = asked.pop("style"), asked.pop("epochs"), asked.pop("pause_s")
@@ -36,7 +36,7 @@ def main(run_path: str, journal_path: str, result_path: str, case: str, generati
     if asked.get("clamp"):  # a weight that reaches the clamp for the first time late in the run is reported
         warnings.filterwarnings("default", category=everstep.errors.HiddenEditWarning)
     warnings.filterwarnings("ignore", message="Sparse invariant checks are implicitly disabled")
-    t = build(**asked, seed=SEED + 100 * int(generation))
+    t = build(**asked, seed=int(seed))
     t.epochs = epochs
     journal = os.open(journal_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     first = True

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from truth import Truth, check_history, check_resume, crash
 
 import everstep
 from everstep.follow.compact import Compactor
 from everstep.store.runs import RunPath, read_listing
+from truth import Truth, check_history, check_resume, crash
 
 
 def build(width: int = 16) -> tuple[nn.Module, torch.optim.Optimizer]:

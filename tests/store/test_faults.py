@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from truth import Truth, check_history, check_resume, crash, different, gate, live_state, slow
 
 import everstep
 from everstep.errors import EverstepError, HiddenEditWarning, StorageError, UnprotectedWarning
 from everstep.store import files
 from everstep.store.files import Event
+from truth import Truth, check_history, check_resume, crash, different, gate, live_state, slow
 
 
 def build() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -234,6 +234,8 @@ def protect_again(rig: Rig, seconds: float = 20) -> None:
 def test_with_warn_training_goes_on_says_so_and_protects_itself_again(
     durability: str, name: str, tmp_path: Path
 ) -> None:
+    if durability != "step" and name not in ("disk-full", "failed-sync"):
+        pytest.skip("the same path as with durability='step'")
     if durability == "os" and name == "failed-sync":
         pytest.skip("nothing is synced with durability='os'")
     rig = Rig(tmp_path / "run", on_error="warn", durability=durability, batch_steps=3)
@@ -597,7 +599,7 @@ def test_the_first_update_waits_only_for_a_copy_of_the_first_base(op: str, tmp_p
         truth = Truth(run, model, optimizer)
         truth.resume()
         assert disk.reached.wait(10)
-        opening = threading.Timer(15, disk.open)
+        opening = threading.Timer(6, disk.open)
         opening.start()
         began = time.monotonic()
         for _ in range(3):
@@ -612,7 +614,7 @@ def test_the_first_update_waits_only_for_a_copy_of_the_first_base(op: str, tmp_p
         assert run.durable_step == 3
     crash(run)
     check_history(tmp_path / "run", truth)
-    assert took < 10, "training stood still with the disk"
+    assert took < 5, "training stood still with the disk"
 
 
 def test_segments_roll_over_and_all_steps_come_back(tmp_path: Path) -> None:

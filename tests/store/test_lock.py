@@ -18,11 +18,12 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
-from truth import tree_hash
 
 import everstep
 from everstep.errors import RunBusyError
 from everstep.store import runs as store_runs
+from truth import tree_hash
+
 
 def build() -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(1)

@@ -10,13 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from truth import Truth, check_history, crash
 
 import everstep
 from everstep.errors import StepNotFoundError, UsageError
 from everstep.store import files
 from everstep.store.files import Event
 from everstep.store.retention import Retention, StoredBase, StoredSegment, plan_removal
+from truth import Truth, check_history, crash
 
 
 def build() -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -136,12 +136,10 @@ class Capture:
         """Close the frame of the next step, if anything happened. Returns whether it did."""
         for tap in self.taps.values():
             self._updates += tap.reset_after_exception()
-        if self._structure_changed() or any(t.groups_changed() for t in self.taps.values()):
-            self._restructure()
         for item in self._watch.at_commit():
             self._overwrites += 1
             self.put(item)
-        if self._watch.reshaped:
+        if self._watch.reshaped or self._structure_changed() or any(t.groups_changed() for t in self.taps.values()):
             self._restructure()
         for tap in self.taps.values():
             if tap.results_due:

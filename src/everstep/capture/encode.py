@@ -81,7 +81,9 @@ class Encoder:
     def _update(self, item: PendingUpdate) -> Update:
         grads: list[Gradient | None] = [None] * len(item.uids)
         small: dict[torch.dtype, list[int]] = {}
-        for i, (uid, g) in enumerate(zip(item.uids, item.grads, strict=True)):
+        for i, uid in enumerate(item.uids):
+            item.at = i
+            g = item.grads[i]
             if g is None:
                 grads[i] = Gradient(uid)
             elif item.skipped:
@@ -92,21 +94,23 @@ class Encoder:
                 small.setdefault(g.dtype, []).append(i)
             else:
                 grads[i] = Gradient(uid, self.tensor(uid, g))
+            g = None
+        item.at = -1
         for dtype, indices in small.items():
-            tensors = [item.grads[i] for i in indices]
-            for i, ref in zip(indices, self._pack(dtype, tensors), strict=True):
+            for i, ref in zip(indices, self._pack(dtype, item.grads, indices), strict=True):
                 grads[i] = Gradient(item.uids[i], ref)
         scale = None if item.grad_scale is None else tree.pack(item.grad_scale)
         return Update(item.optimizer, tuple(g for g in grads if g is not None), scale, item.skipped)
 
-    def _pack(self, dtype: torch.dtype, tensors: list[Any]) -> list[TensorRef]:
-        raw = np.concatenate([_bytes_of(t) for t in tensors])
+    def _pack(self, dtype: torch.dtype, tensors: list[Any], indices: list[int]) -> list[TensorRef]:
+        raw = np.concatenate([_bytes_of(tensors[i]) for i in indices])
         ordinal = self._piece(0, raw, dtype, 0)
         refs = []
         offset = 0
-        for t in tensors:
-            refs.append(TensorRef(CODE_BY_DTYPE[dtype], tuple(t.shape), ordinal, 1, offset, strides_of(t)))
-            offset += t.numel() * t.element_size()
+        code = CODE_BY_DTYPE[dtype]
+        for i in indices:
+            refs.append(TensorRef(code, tuple(tensors[i].shape), ordinal, 1, offset, strides_of(tensors[i])))
+            offset += tensors[i].numel() * dtype.itemsize
         return refs
 
     def _tensors(self, item: PendingTensors) -> list[SetTensor]:
@@ -147,10 +151,10 @@ class Encoder:
 
 
 def _bytes_of(tensor: torch.Tensor) -> Bytes:
-    """The logical elements as bytes: in place where memory allows it, without another tensor on the same memory.
+    """The logical elements as bytes: in place where memory allows it, without another reference to tensor or memory.
 
-    (A tap tells by the number of owners of the memory whether somebody else can write to it.)
+    (A tap tells by their number whether somebody else can write to it.) The caller keeps the tensor alive.
     """
     if tensor.is_contiguous() and tensor.device.type == "cpu" and not (tensor.is_conj() or tensor.is_neg()):
-        return view_bytes(tensor)
+        return view_bytes(tensor, keep_alive=False)
     return view_bytes(plain(tensor))

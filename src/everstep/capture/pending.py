@@ -61,6 +61,8 @@ class PendingUpdate:
     grad_scale: torch.Tensor | None = None
     skipped: bool = False
     num_bytes: int = 0
+    at: int = -1
+    """Which gradient the writer has in hand."""
 
 
 @dataclass

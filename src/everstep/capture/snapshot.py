@@ -10,14 +10,16 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from everstep.capture.pending import Audit
 from everstep.errors import StorageError
 from everstep.format.documents import Manifest
-from everstep.memory import plain
+from everstep.memory import Bytes, plain, view_bytes
 from everstep.store.bases import BaseWriter, Slot
 
 
@@ -42,31 +44,42 @@ class Snapshot:
         self._fields = fields
         self._audit = audit
         self._on_done = on_done
-        self._urgent = threading.Event()
-        self._copied = threading.Event()
+        self._lock = threading.Lock()
+        self._copied = False
         self.done = threading.Event()
         self._thread = threading.Thread(target=self._run, name="everstep-base", daemon=True)
         self._thread.start()
 
     def guard(self) -> None:
-        """The state is about to change: return when this base no longer looks at it."""
-        if not self._copied.is_set():
-            self._urgent.set()
-            self._copied.wait()
+        """The state is about to change: return when this base no longer looks at it. Waits for no disk."""
+        if self._copied:
+            return
+        with self._lock:
+            for index in range(len(self._tensors)):
+                if not self._settled[index]:
+                    copy = plain(self._tensors[index]).clone()
+                    self._settle(index)
+                    self._tensors[index] = copy
+            self._copied = True
 
     def wait(self) -> None:
         self.done.wait()
+
+    def _settle(self, index: int) -> None:
+        """This tensor has been copied: was it left alone until now?"""
+        self.torn = self.torn or self._tensors[index]._version != self._versions[index]
+        self._settled[index] = True
 
     def _run(self) -> None:
         writer: BaseWriter | None = None
         try:
             writer = BaseWriter(*self._args, direct=self._direct)
-            for position, index in enumerate(writer.order):
-                if self._urgent.is_set() and not self._copied.is_set():
-                    self._copy(writer.order[position:])
-                writer.add(self._tensors[index])
-                self._settled[index] = self._settled[index] or self._unchanged(index)
-            self._copied.set()
+            for index in writer.order:
+                writer.add_pieces(partial(self._fill, index))
+                with self._lock:
+                    if not self._settled[index]:
+                        self._settle(index)
+            self._copied = True
             if self.torn:
                 writer.abandon()
             else:
@@ -77,25 +90,15 @@ class Snapshot:
                 with contextlib.suppress(StorageError):  # the first error is the one to report
                     writer.abandon()
         finally:
-            self._copied.set()
-            self._tensors = []
+            with self._lock:
+                self._copied = True
+                self._tensors, self._settled = [], []
             self.done.set()
             self._on_done(self)
 
-    def _unchanged(self, index: int) -> bool:
-        """Whether a live tensor kept its version while its bytes were taken."""
-        if self._tensors[index]._version != self._versions[index]:
-            self.torn = True
-        return True
-
-    def _copy(self, rest: Sequence[int]) -> None:
-        for index in rest:
-            if not self._settled[index]:
-                copy = plain(self._tensors[index]).clone()
-                self._unchanged(index)
-                self._tensors[index], self._versions[index] = copy, copy._version
-                self._settled[index] = True
-        self._copied.set()
+    def _fill(self, index: int, region: Bytes, start: int) -> None:
+        with self._lock:  # guard() may put a copy in the tensor's place between two pieces
+            np.copyto(region, view_bytes(plain(self._tensors[index]))[start : start + len(region)])
 
     def _finish(self, writer: BaseWriter) -> None:
         if self._audit is not None:

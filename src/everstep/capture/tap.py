@@ -14,7 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from itertools import chain, repeat
+from itertools import chain, count, repeat
 from operator import attrgetter, is_
 from typing import Any, Protocol
 
@@ -39,6 +39,9 @@ from everstep.fold import class_name
 from everstep.memory import plain, view_bytes
 
 LEARNING_UPDATES = 3
+LOOK_AT_ALL = 48
+SHARE = 8
+_turns = count()
 MAX_DEVIATIONS = 8
 """After so many updates whose gradients were not let go, they are copied for good."""
 NEVER_REPLAYED = frozenset(("torch.optim.LBFGS",))
@@ -78,6 +81,8 @@ class _Held:
         self.grads: list[Any] = list(grads)
         self.versions = list(map(_version, self.grads)) if versions is None else versions
         self.seal = seal
+        self.update: PendingUpdate | None = None
+        self.was_released = False
         self.suspect = False
         """They were let go while something else could still write to their memory."""
         self.copies: list[torch.Tensor] = []
@@ -95,16 +100,35 @@ class _Held:
         """Whether any is still on its parameter."""
         return any(map(is_, map(_grad, self.params), self.grads))
 
-    def released(self) -> bool:
-        """Whether nobody but Everstep can reach them: not on the parameter, no other reference, memory not shared."""
-        # References: the list here, the pending update's list, getrefcount's argument.
-        if self.attached() or not self.untouched() or max(map(sys.getrefcount, self.grads), default=0) > 3:
-            return False
-        return not self.shared()
+    def released(self, *, dropped: bool = False) -> bool:
+        """Whether nobody but Everstep can reach them: not on the parameter, no other reference, memory not shared.
 
-    def shared(self) -> bool:
-        """Whether other tensors or arrays see the memory: some of those write without moving a version counter."""
-        return any(_sharing(self.grads))
+        `dropped`: it is known that no parameter has them any more.
+        """
+        if (not dropped and self.attached()) or not self.untouched():
+            return False
+        return not self._referenced() and not self.shared(thorough=False)
+
+    def _referenced(self) -> bool:
+        """Whether anybody else holds one of them."""
+        # References: the list here, the pending update's list, getrefcount's argument; the writer has one more in hand.
+        writing = -1 if self.update is None else self.update.at
+        counts = list(map(sys.getrefcount, self.grads))
+        if writing >= 0 and self.update is not None:
+            if self.update.at != writing or len(counts) != len(self.update.grads):
+                return True
+            counts[writing] = 0
+        return max(counts, default=0) > 3
+
+    def shared(self, *, thorough: bool = True) -> bool:
+        """Whether other tensors or arrays see the memory: some of those write without moving a version counter.
+
+        Not `thorough`: of many gradients only some are looked at, others at other times.
+        """
+        grads = self.grads
+        if not thorough and len(grads) > LOOK_AT_ALL:
+            grads = grads[next(_turns) % SHARE :: SHARE]
+        return any(_sharing(grads))
 
 
 class Tap:
@@ -294,13 +318,17 @@ class Tap:
         return copies
 
     def _after_step(self) -> None:
+        late_hook = not self._is_last()
         self._move_last()
         self.updates += 1
         if self.overwrite or self._grads is None:
             self.results_due = True
             self._recorder.after_update(self.name)
             return
-        if self._skipped:
+        if late_hook:
+            # Somebody's new hook ran between ours and the step, and may have changed anything: store what came out.
+            self._trial, self._held, self.results_due = None, None, True
+        elif self._skipped:
             self._after_skipped()
         else:
             self._hand_over()
@@ -323,7 +351,10 @@ class Tap:
             # Memory that others share is found when the seal is to be opened.
             seal = Seal()
             self._held = _Held(self.params, self._grads, seal, self._versions)
-            self._recorder.put(PendingUpdate(self.name, self.uids, self._grads, seal, num_bytes=self.param_bytes))
+            self._held.update = update = PendingUpdate(
+                self.name, self.uids, self._grads, seal, num_bytes=self.param_bytes
+            )
+            self._recorder.put(update)
             return
         now: list[torch.Tensor | None] = list(map(_grad, self.params))
         if self._take_after:
@@ -404,13 +435,20 @@ class Tap:
 
     # -- what becomes of gradients ------------------------------------------------------------------------------------
 
-    def settle(self, *, force: bool = False) -> None:
-        """Open the seal of the last update if that can be done now; `force`: wait for the writer if it must be."""
+    def settle(self, *, force: bool = False, dropped: bool = False) -> None:
+        """Open the seal of the last update if that can be done now.
+
+        `force`: wait for the writer if it must be; `dropped`: the gradients have just been taken off the parameters.
+        """
         held = self._held
         if held is None or held.seal is None or held.seal.open.is_set():
             return
-        if not held.suspect and held.released():
+        if not held.suspect and held.released(dropped=dropped):
             held.seal.open.set()
+            held.was_released = True
+            if held.seal.read.is_set():
+                self._recorder.dispose(held.grads)  # else the writer is the last to hold them
+            held.grads, held.params, held.versions, held.update = [], [], [], None
             return
         held.suspect = held.suspect or (not held.attached() and held.shared())
         if force:
@@ -445,7 +483,8 @@ class Tap:
     def _learn(self) -> None:
         """At this optimizer's next update: were the last gradients let go untouched?"""
         held, self._held = self._held, None
-        if held is not None:
+        if held is not None and held.grads:
+            held.update = None
             self._recorder.dispose(held.grads)
         if self._at_commit:
             same = any(
@@ -456,7 +495,7 @@ class Tap:
             self._at_commit = []
         if held is None:
             return
-        if held.released() and held.still_equal():
+        if held.was_released or (held.released() and held.still_equal()):
             self._clean += self._deviations < MAX_DEVIATIONS
         else:
             self._clean = 0
@@ -474,7 +513,7 @@ class Tap:
                 tap.settle(force=True)
             original(set_to_none=set_to_none)
             begun = time.perf_counter()
-            tap.settle()
+            tap.settle(dropped=set_to_none)
             tap.thread_s += time.perf_counter() - begun
 
         self._zero_grad = zero_grad

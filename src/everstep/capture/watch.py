@@ -32,7 +32,9 @@ from everstep.store.bases import piece_sum
 
 SMALL_BUFFER_BYTES = 1 << 16
 SLICE_BYTES = 1 << 16
-SLICE_RANGES = 2
+SLICE_RANGES = 4
+SLICED_UP_TO_BYTES = 256 * SLICE_BYTES
+"""A larger state is not looked at in slices: they would take too long to come round. The audit covers it at every step."""
 LOOK_HERE_TENSORS = 96
 """Optimizer state of more tensors than this is looked at by the audit's thread: on the training thread it takes too long."""
 MAX_SURPRISES = 3
@@ -479,7 +481,7 @@ class Watch:
             for w in self._everything:
                 if self._whole_slice or w.volatile:
                     ranges += w.piece_ranges()
-        if not self._whole_slice:
+        if not self._whole_slice and self._total_bytes <= SLICED_UP_TO_BYTES:
             ranges += self._rotate()
         self._slice = [(w, low, high, w.hash_range(low, high), w.tensor._version) for w, low, high in ranges]
 

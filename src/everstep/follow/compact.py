@@ -153,6 +153,14 @@ class Compactor:
         """A base of the state held, read back and compared before this returns."""
         state = self._state
         assert state is not None
+        newest = max(
+            int(name.removesuffix(".json"))
+            for timeline in files.listing(self._path.timelines())
+            for name in files.listing(os.path.join(self._path.timelines(), timeline, "generations"))
+            if name.removesuffix(".json").isdigit()
+        )
+        if newest > self._generation:
+            raise CorruptionError(f"generation {self._generation} has been superseded by {newest}: nothing was written")
         slots, tensors, fields = describe(state)
         writer = BaseWriter(self._path.bases(self._timeline), state.step, slots, direct=direct)
         for index in writer.order:
@@ -197,6 +205,7 @@ def describe(state: State) -> tuple[list[Slot], list[torch.Tensor], dict[str, An
     carried = tuple(
         (uid, add(uid, "grad", f"grad.{uid:016x}", tensor)) for uid, tensor in state.carried.items()
     )
+    carried += tuple((uid, -2) for uid in sorted(state.lost))
     return slots, tensors, {"optimizers": tuple(optimizers), "carried": carried}
 
 

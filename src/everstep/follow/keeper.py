@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import queue
+import select
 import subprocess
 import sys
 import threading
@@ -120,18 +121,28 @@ class Keeper:
         self._closed = True
         self._todo.put(None)
         process = self._process
-        if process is not None and process.stdin is not None:
-            with contextlib.suppress(OSError):
-                process.stdin.close()
-        self._thread.join()
         if process is not None:
-            try:
+            if process.stdin is not None:
+                with contextlib.suppress(OSError):
+                    process.stdin.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(0.2)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            if process.stdout is not None:
-                process.stdout.close()
+            process.kill()  # whatever it is doing can be done again: the log is there
+        self._thread.join()
+        self._bury(process)
+
+    def _bury(self, process: subprocess.Popen[str] | None) -> None:
+        """End a follower and leave nothing of it behind."""
+        if process is None:
+            return
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+        if self._process is process:
+            self._process = None
 
     # -- its thread ---------------------------------------------------------------------------------------------------
 
@@ -159,12 +170,11 @@ class Keeper:
         try:
             process.stdin.write(json.dumps({"base": step}) + "\n")
             process.stdin.flush()
-            line = process.stdout.readline()
+            line = self._answer(process, step)
         except (OSError, ValueError):
             line = ""
         if not line:
-            if not self._closed:
-                self._process = None
+            self._bury(process)
             return
         event = json.loads(line)
         self._follower_cpu_s = event.get("cpu_s", self._follower_cpu_s)
@@ -179,9 +189,21 @@ class Keeper:
         elif event["event"] == "error" and not self._closed:
             print(f"everstep: {self._path.path}: follower: {event['message']}", file=sys.stderr, flush=True)
 
+    def _answer(self, process: subprocess.Popen[str], step: int) -> str:
+        """The follower's answer; empty if it is dead, or hangs while the trainer has had to go past it."""
+        assert process.stdout is not None
+        while not self._closed:
+            if select.select([process.stdout], [], [], 0.5)[0]:
+                return process.stdout.readline()
+            if self.base_step > step:
+                self._retain()
+                return ""
+        return ""
+
     def _follower(self) -> subprocess.Popen[str] | None:
         if self._process is not None and self._process.poll() is None:
             return self._process
+        self._bury(self._process)
         if self._followers >= MAX_FOLLOWERS:
             self._register = None  # it keeps dying: bases come from the trainer
             return None

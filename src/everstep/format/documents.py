@@ -116,7 +116,7 @@ class Manifest(msgspec.Struct):
     files: dict[str, int]
     """File name -> bytes."""
     carried: tuple[tuple[int, int], ...] = ()
-    """(parameter uid, index in `tensors` or -1 for zeros): gradients that the next backward adds to."""
+    """(parameter uid, index in `tensors`): gradients that the next backward adds to; -1: zeros, -2: could not be stored."""
     audit: str = ""
     """`trainer` (taken from live state) or `folded` (by a follower, every audit passed)."""
     fingerprint: dict[str, Any] = {}
@@ -132,7 +132,7 @@ def told_format(data: bytes) -> tuple[int, int] | None:
     for text in (data, body(data)):
         try:
             found = msgspec.json.decode(text)
-        except msgspec.MsgspecError:
+        except (msgspec.MsgspecError, UnicodeDecodeError):
             continue
         found = found.get("body", found) if isinstance(found, dict) else {}
         told = found.get("format") if isinstance(found, dict) else None
@@ -158,5 +158,5 @@ def decode(data: bytes, kind: type[T], where: str) -> T:
         raise CorruptionError(f"{where} is damaged: its checksum does not fit its content")
     try:
         return msgspec.json.decode(content, type=kind)
-    except msgspec.MsgspecError as e:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as e:
         raise CorruptionError(f"{where} is not a valid {kind.__name__}: {e}") from e

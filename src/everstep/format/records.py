@@ -54,9 +54,9 @@ def aligned(n: int, to: int) -> int:
     return -(-n // to) * to
 
 
-def seed_of(run: bytes, generation: int, rank: int) -> int:
-    """Base of all checksum seeds of one segment; bytes of another run or generation never look valid."""
-    return xxhash.xxh3_64_intdigest(b"everstep" + run + struct.pack("<QQ", generation, rank))
+def seed_of(run: bytes, generation: int, rank: int, first_step: int) -> int:
+    """Base of all checksum seeds of one segment; bytes of another run, generation or segment never look valid."""
+    return xxhash.xxh3_64_intdigest(b"everstep" + run + struct.pack("<QQQ", generation, rank, first_step))
 
 
 def at(seed: int, offset: int) -> int:

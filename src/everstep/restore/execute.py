@@ -205,9 +205,12 @@ def state_of(manifest: Manifest, tensors: list[torch.Tensor]) -> State:
         t.uid: tensor for t, tensor in zip(manifest.tensors, tensors, strict=True) if t.role in ("param", "buffer")
     }
     carried = {
-        uid: torch.zeros_like(atoms[uid]) if index < 0 else tensors[index] for uid, index in manifest.carried
+        uid: torch.zeros_like(atoms[uid]) if index == -1 else tensors[index]
+        for uid, index in manifest.carried
+        if index >= -1
     }
-    return State(manifest.step, manifest.layout, atoms, optimizers, carried, cursor=bases.cursor_of(manifest))
+    lost = {uid for uid, index in manifest.carried if index == -2}
+    return State(manifest.step, manifest.layout, atoms, optimizers, carried, lost, bases.cursor_of(manifest))
 
 
 def audited_tensors(state: State) -> dict[int, tuple[str, torch.Tensor]]:

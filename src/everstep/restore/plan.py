@@ -283,7 +283,8 @@ def line_files(line: Line, plan: Plan) -> list[str]:
     """Every file that a plan, and whoever goes on from it, stands on."""
     path = line.listing.path
     found = [os.path.join(plan.base_folder, name) for name in ("manifest.json", *plan.base.files)]
-    found += dict.fromkeys(frame.path for frame in plan.frames)
+    found += line.segments
+    found += [os.path.join(folder, name) for _, folder in line.bases.values() for name in os.listdir(folder)]
     for span in line.spans:
         found.append(os.path.join(path.generations(span.timeline), f"{span.generation:06d}.json"))
     for timeline in line.timelines:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,21 +93,21 @@ class BaseWriter:
 
     def add(self, tensor: torch.Tensor) -> None:
         """The next tensor of `order`. Its bytes have been copied when this returns."""
+        data = view_bytes(plain(tensor))
+        self.add_pieces(lambda region, start: np.copyto(region, data[start : start + len(region)]))
+
+    def add_pieces(self, fill: Callable[[Bytes, int], None]) -> None:
+        """The next tensor of `order`, piece by piece: fill(memory, first byte) is asked to copy, and touches no disk."""
         index = self.order[self._next]
         slot = self._slots[index]
-        tensor = plain(tensor)
-        data = view_bytes(tensor)
-        if len(data) != slot.num_bytes or tensor.dtype != slot.dtype:
-            raise AssertionError(f"{slot.key} changed while a base was taken")
         step = PIECE_ELEMENTS * slot.dtype.itemsize
         sums = []
-        for i in range(0, max(len(data), 1), step):
-            piece = data[i : i + step]
-            region = self._file.reserve(len(piece))
-            np.copyto(region, piece)
+        for i in range(0, max(slot.num_bytes, 1), step):
+            region = self._file.reserve(min(step, slot.num_bytes - i))
+            fill(region, i)
             sums.append(piece_sum(region, slot.uid, i // slot.dtype.itemsize))
         self._stored[index] = StoredTensor(
-            slot.uid, slot.role, slot.key, dtype_name(slot.dtype), slot.shape, self._offsets[index], len(data),
+            slot.uid, slot.role, slot.key, dtype_name(slot.dtype), slot.shape, self._offsets[index], slot.num_bytes,
             tuple(sums), slot.strides,
         )  # fmt: skip
         self._next += 1

@@ -233,9 +233,9 @@ class Appender:
 def make_dir(path: str) -> None:
     """Make one folder whose name is durable on return; fine if it is there."""
     if not os.path.isdir(path):
-        with _reported("mkdir", path):
+        with _reported("mkdir", path), contextlib.suppress(FileExistsError):
             os.mkdir(path)
-        _done("mkdir", path)
+            _done("mkdir", path)
     sync_dir(os.path.dirname(path))
 
 
@@ -349,6 +349,12 @@ def read_whole(path: str) -> bytes:
         raise FileNotFoundError(path) from e
     except OSError as e:
         raise StorageError(f"read {path}: {e.strerror}") from e
+
+
+def open_lock(path: str) -> int:
+    """A descriptor of a small file that is made if it is not there."""
+    with _reported("open", path):
+        return _open(path, os.O_RDWR | os.O_CREAT)
 
 
 class Reader:

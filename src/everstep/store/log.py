@@ -39,7 +39,7 @@ class LogWriter:
         self._fingerprint = fingerprint
         self._direct = direct
         self._segment_bytes = segment_bytes
-        self._seed = records.seed_of(bytes.fromhex(run), generation, rank)
+        self._seeds: dict[str, int] = {}
         self._file: files.Appender | None = None
         self._step = -1
         self._begin = 0
@@ -74,6 +74,7 @@ class LogWriter:
         )
         self._index = []
         self._folder_synced = False
+        self._seeds[self._file.path] = records.seed_of(bytes.fromhex(self._run), self._generation, self._rank, step)
         head = SegmentHeader(
             self._run, self._timeline, self._generation, self._rank, layout, step, self._fingerprint
         )
@@ -95,7 +96,7 @@ class LogWriter:
             np.copyto(region[done : done + len(part)], part)
             done += len(part)
         region[done:] = 0
-        seed = records.at(self._seed, offset)
+        seed = records.at(self._seeds[file.path], offset)
         header = records.pack(
             Header(
                 type_, flags, codec_id, codec_version, self._generation, ordinal, step, uid, 0, dtype, start, count,
@@ -181,6 +182,7 @@ class LogWriter:
         file.pad(BLOCK)
         file.sync()
         file.close(sync=False)
+        del self._seeds[file.path]
 
     def abandon(self) -> None:
         """Leave the open segment as it is (after an error); the next frame opens a new one."""
@@ -209,7 +211,7 @@ class Segment:
         self.first_step = first_step
         self.run = run
         self.rank = rank
-        self.seed = records.seed_of(bytes.fromhex(run), generation, rank)
+        self.seed = records.seed_of(bytes.fromhex(run), generation, rank, first_step)
         self.header: SegmentHeader | None = None
         self.frames: list[FrameEntry] = []
         self.end: SegmentEnd | None = None

@@ -10,6 +10,7 @@ import os
 import re
 import socket
 import struct
+import time
 import uuid
 from dataclasses import dataclass, field
 
@@ -217,32 +218,44 @@ class WriterLock:
 
     def __init__(self, path: RunPath) -> None:
         self._file = os.path.join(path.path, LOCK_FILE)
-        self._made = not os.path.exists(self._file)
-        if not self._made:
-            stat = os.stat(self._file)
-            if (stat.st_dev, stat.st_ino) in _held:
-                raise RunBusyError(
-                    f"{path.path} is already attached in this process. Close that Run first, or attach to another path"
-                )
-        fd = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         self._pid = os.getpid()
-        stat = os.fstat(fd)
-        self._key = (stat.st_dev, stat.st_ino)
-        self._before = os.pread(fd, 4096, 0)
-        try:
-            _lock(fd)
-        except OSError:
-            os.close(fd)
-            holder = self._before.decode(errors="replace").strip() or "unknown"
-            raise RunBusyError(
-                f"{path.path} is being written by another process: {holder}. Stop it first, attach to another path, or "
-                "use everstep.open(run) to read while it runs"
-            ) from None
-        _held[self._key] = fd
-        self._fd = fd
+        deadline = time.monotonic() + 2.0
+        while not self._try(path):
+            # A killed holder's child may need a moment to let go; a living holder is believed at once.
+            if time.monotonic() > deadline or _is_alive(self._before):
+                holder = self._before.decode(errors="replace").strip() or "unknown"
+                raise RunBusyError(
+                    f"{path.path} is being written by another process: {holder}. Stop it first, attach to another path, "
+                    "or use everstep.open(run) to read while it runs"
+                )
+            time.sleep(0.02)
+        _held[self._key] = self._fd
         self._write((json.dumps(describe_writer()) + "\n").encode())
         self.used = False
         """Set when this holder has written to the run; else release() leaves no trace."""
+
+    def _try(self, path: RunPath) -> bool:
+        """Whether the lock on the file that now has the name was got."""
+        self._made = not os.path.exists(self._file)
+        if not self._made:
+            with contextlib.suppress(FileNotFoundError):
+                stat = os.stat(self._file)
+                if (stat.st_dev, stat.st_ino) in _held:
+                    raise RunBusyError(
+                        f"{path.path} is already attached in this process. Close that Run first, or attach to another path"
+                    )
+        fd = files.open_lock(self._file)
+        self._before = os.pread(fd, 4096, 0)
+        try:
+            _lock(fd)
+            mine, named = os.fstat(fd), os.stat(self._file)
+            if (mine.st_dev, mine.st_ino) == (named.st_dev, named.st_ino):
+                self._fd, self._key = fd, (mine.st_dev, mine.st_ino)
+                return True
+        except OSError:
+            pass
+        os.close(fd)
+        return False
 
     def _write(self, data: bytes) -> None:
         os.ftruncate(self._fd, 0)
@@ -259,6 +272,20 @@ class WriterLock:
             _held.pop(self._key, None)
             os.close(self._fd)
         self._fd = -1
+
+
+def _is_alive(holder: bytes) -> bool:
+    """Whether the process that a lock file names lives (or cannot be told: another host)."""
+    try:
+        found = json.loads(holder)
+        if found["host"] != socket.gethostname():
+            return True
+        os.kill(found["pid"], 0)
+    except ProcessLookupError:
+        return False
+    except (ValueError, KeyError, TypeError, OSError):
+        return True
+    return True
 
 
 def describe_writer() -> dict[str, object]:
