@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 import everstep
 from everstep.store import files
 from support import crash, equal
 
-__all__ = ["Truth", "check_history", "check_resume", "copied", "crash", "different", "equal", "gate", "live_state", "slow", "tree_hash"]
+__all__ = [
+    "Truth", "check_history", "check_resume", "crash", "different", "equal", "gate", "live_state", "slow", "tree_hash",
+]  # fmt: skip
 
 
 def copied(value: Any) -> Any:
@@ -138,14 +139,8 @@ def check_resume(
 def scramble(module: nn.Module) -> None:
     """Values that no restore leaves behind unnoticed."""
     for t in (*module.parameters(), *module.buffers()):
-        if t.is_contiguous() and t.numel():
+        if t.is_contiguous() and t.numel() and not t.is_conj():
             t.view(-1).view(torch.uint8).fill_(0x01)
-
-
-def flat_fill(model: nn.Module, optimizer: Optimizer, value: float) -> None:
-    """Gradients that depend on nothing but `value`, in new memory."""
-    for i, p in enumerate(model.parameters()):
-        p.grad = torch.full_like(p, value + i)
 
 
 def _is_log(path: str) -> bool:

@@ -128,8 +128,10 @@ class Scratch:
 
 
 def strides_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """None for a contiguous tensor, else its strides."""
-    return None if tensor.is_contiguous() else tuple(tensor.stride())
+    """None for a contiguous tensor, and for one whose elements share memory (it comes back dense), else its strides."""
+    if tensor.is_contiguous() or any(st == 0 and n > 1 for st, n in zip(tensor.stride(), tensor.shape, strict=True)):
+        return None
+    return tuple(tensor.stride())
 
 
 def with_strides(flat: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...] | None) -> torch.Tensor:

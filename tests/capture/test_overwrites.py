@@ -20,6 +20,7 @@ from everstep.errors import AuditError, HiddenEditWarning, InexactWarning, StepN
 from truth import Truth, check_history, check_resume, crash, different, gate, live_state, slow
 
 Built = tuple[Any, Any]
+STEPS = 9
 
 
 def tiny() -> Built:
@@ -44,7 +45,7 @@ def step(model: nn.Module, optimizer: Any) -> None:
 
 
 def train(
-    path: Any, build: Callable[[], Built], edit: Callable[[int, Any, Any], None], *, steps: int = 12,
+    path: Any, build: Callable[[], Built], edit: Callable[[int, Any, Any], None], *, steps: int = STEPS,
     before: bool = False, body: Callable[[Any, Any], None] = step, **options: Any,
 ) -> Truth:  # fmt: skip
     """`edit(t, model, optimizer)` runs after the update of step t, or before its forward."""
@@ -103,12 +104,12 @@ def clamp(t: int, model: Any, optimizer: Any) -> None:
 @pytest.mark.parametrize("build", [tiny, large])
 def test_weights_clamped_without_grad_come_back(build: Any, before: bool, tmp_path: Any) -> None:
     truth = train(tmp_path / "run", build, clamp, before=before)
-    check(tmp_path / "run", build, truth, 12)
+    check(tmp_path / "run", build, truth, STEPS)
 
 
 def test_weights_clamped_at_one_step_come_back(tmp_path: Any) -> None:
     truth = train(tmp_path / "run", tiny, lambda t, m, o: clamp(t, m, o) if t == 7 else None)
-    check(tmp_path / "run", tiny, truth, 12)
+    check(tmp_path / "run", tiny, truth, STEPS)
 
 
 def test_weights_clamped_before_every_forward_do_not_keep_the_first_base_from_being_stored(tmp_path: Any) -> None:
@@ -141,7 +142,7 @@ def test_a_model_loaded_in_mid_run_comes_back(tmp_path: Any) -> None:
             model.load_state_dict({k: v * t for k, v in other.items()})
 
     truth = train(tmp_path / "run", tiny, edit)
-    check(tmp_path / "run", tiny, truth, 12)
+    check(tmp_path / "run", tiny, truth, STEPS)
 
 
 def test_an_optimizer_loaded_in_mid_run_comes_back(tmp_path: Any) -> None:
@@ -155,7 +156,7 @@ def test_an_optimizer_loaded_in_mid_run_comes_back(tmp_path: Any) -> None:
             optimizer.load_state_dict(copy.deepcopy(saved))
 
     truth = train(tmp_path / "run", tiny, edit)
-    check(tmp_path / "run", tiny, truth, 12)
+    check(tmp_path / "run", tiny, truth, STEPS)
 
 
 def test_a_model_loaded_by_assignment_in_mid_run_comes_back(tmp_path: Any) -> None:
@@ -202,7 +203,7 @@ def test_optimizer_state_changed_by_hand_comes_back(change: Any, fused: bool, tm
             change(optimizer.state[p], p)
 
     truth = train(tmp_path / "run", build, edit)
-    check(tmp_path / "run", build, truth, 12)
+    check(tmp_path / "run", build, truth, STEPS)
 
 
 def test_optimizer_state_cleared_by_hand_comes_back(tmp_path: Any) -> None:
@@ -213,7 +214,7 @@ def test_optimizer_state_cleared_by_hand_comes_back(tmp_path: Any) -> None:
             del optimizer.state[optimizer.param_groups[0]["params"][1]]
 
     truth = train(tmp_path / "run", tiny, edit)
-    check(tmp_path / "run", tiny, truth, 12)
+    check(tmp_path / "run", tiny, truth, STEPS)
 
 
 def test_one_entry_of_a_state_removed_by_hand_comes_back(tmp_path: Any) -> None:
@@ -230,7 +231,7 @@ def test_one_entry_of_a_state_removed_by_hand_comes_back(tmp_path: Any) -> None:
             del optimizer.state[p]["mine"]
 
     truth = train(tmp_path / "run", build, edit)
-    check(tmp_path / "run", build, truth, 12)
+    check(tmp_path / "run", build, truth, STEPS)
 
 
 def test_hyperparameters_changed_in_many_ways_come_back(tmp_path: Any) -> None:
@@ -247,7 +248,7 @@ def test_hyperparameters_changed_in_many_ways_come_back(tmp_path: Any) -> None:
             del group["mine"]
 
     truth = train(tmp_path / "run", tiny, edit, before=True)
-    check(tmp_path / "run", tiny, truth, 12)
+    check(tmp_path / "run", tiny, truth, STEPS)
 
 
 def test_a_learning_rate_held_in_a_tensor_comes_back(tmp_path: Any) -> None:
@@ -259,7 +260,7 @@ def test_a_learning_rate_held_in_a_tensor_comes_back(tmp_path: Any) -> None:
         optimizer.param_groups[0]["lr"].mul_(0.9)
 
     truth = train(tmp_path / "run", build, edit)
-    check(tmp_path / "run", build, truth, 12)
+    check(tmp_path / "run", build, truth, STEPS)
 
 
 # -- buffers ----------------------------------------------------------------------------------------------------------
@@ -272,8 +273,8 @@ def test_batchnorm_statistics_come_back(tmp_path: Any) -> None:
         return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
     truth = train(tmp_path / "run", build, lambda *a: None)
-    assert truth.states[12]["model"]["1.num_batches_tracked"] == 12
-    check(tmp_path / "run", build, truth, 12)
+    assert truth.states[STEPS]["model"]["1.num_batches_tracked"] == STEPS
+    check(tmp_path / "run", build, truth, STEPS)
 
 
 def test_large_batchnorm_statistics_come_back(tmp_path: Any) -> None:
@@ -332,16 +333,16 @@ def counting() -> Built:
 
 def test_buffers_of_many_kinds_come_back(tmp_path: Any) -> None:
     truth = train(tmp_path / "run", counting, lambda *a: None)
-    check(tmp_path / "run", counting, truth, 12)
+    check(tmp_path / "run", counting, truth, STEPS)
 
 
 def test_buffers_that_are_not_in_the_state_dict_come_back_too(tmp_path: Any) -> None:
     truth = train(tmp_path / "run", counting, lambda *a: None)
-    assert "hidden" not in truth.states[12]["model"]
+    assert "hidden" not in truth.states[STEPS]["model"]
     model, optimizer = counting()
     run = everstep.attach(model, optimizer, tmp_path / "run", quiet=True)
     run.resume()
-    assert model.hidden.tolist() == [12.0] * 3
+    assert model.hidden.tolist() == [float(STEPS)] * 3
     crash(run)
 
 
@@ -353,7 +354,7 @@ def test_buffers_replaced_by_new_tensors_come_back(tmp_path: Any) -> None:
             model.hidden = torch.full((3,), 5.0)
 
     truth = train(tmp_path / "run", counting, edit)
-    check(tmp_path / "run", counting, truth, 12)
+    check(tmp_path / "run", counting, truth, STEPS)
 
 
 def test_buffers_that_grow_come_back(tmp_path: Any) -> None:
@@ -364,7 +365,7 @@ def test_buffers_that_grow_come_back(tmp_path: Any) -> None:
             model.scalar = torch.zeros(2, 2)
 
     truth = train(tmp_path / "run", counting, edit)
-    check(tmp_path / "run", counting, truth, 12)
+    check(tmp_path / "run", counting, truth, STEPS)
 
 
 @pytest.mark.parametrize("how", ["data", "resize"])
@@ -387,7 +388,7 @@ def test_buffers_that_grow_behind_the_module_come_back(how: str, tmp_path: Any) 
                 model.queue0.resize_(7).copy_(torch.arange(7.0))
 
     truth = train(tmp_path / "run", build, edit)
-    check(tmp_path / "run", build, truth, 12)
+    check(tmp_path / "run", build, truth, STEPS)
 
 
 def test_a_buffer_that_is_expanded_comes_back(tmp_path: Any) -> None:
@@ -404,8 +405,8 @@ def test_a_buffer_that_is_expanded_comes_back(tmp_path: Any) -> None:
     check_history(tmp_path / "run", truth)
     model, optimizer = build()
     run = everstep.attach(model, optimizer, tmp_path / "run", quiet=True)
-    assert run.resume() == 12
-    assert different(truth.states[12], live_state(model, optimizer)) == []
+    assert run.resume() == STEPS
+    assert different(truth.states[STEPS], live_state(model, optimizer)) == []
     crash(run)
 
 
@@ -425,7 +426,7 @@ def test_a_buffer_registered_in_mid_run_comes_back(tmp_path: Any) -> None:
         return model, optimizer
 
     truth = train(tmp_path / "run", tiny, edit)
-    check(tmp_path / "run", build_late, truth, 12)
+    check(tmp_path / "run", build_late, truth, STEPS)
 
 
 def test_a_parameter_registered_and_optimized_in_mid_run_comes_back(tmp_path: Any) -> None:
@@ -455,7 +456,7 @@ def test_a_parameter_registered_and_optimized_in_mid_run_comes_back(tmp_path: An
         return model, optimizer
 
     truth = train(tmp_path / "run", build, edit)
-    check(tmp_path / "run", build_late, truth, 12)
+    check(tmp_path / "run", build_late, truth, STEPS)
 
 
 @pytest.mark.parametrize("variant", [{}, {"foreach": True}, {"fused": True}])
@@ -469,7 +470,7 @@ def test_a_parameter_group_added_in_mid_run_comes_back(variant: Any, tmp_path: A
             optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 1e-3})
 
     truth = train(tmp_path / "run", build, edit)
-    check(tmp_path / "run", build, truth, 12)
+    check(tmp_path / "run", build, truth, STEPS)
 
 
 def test_a_parameter_group_removed_in_mid_run_comes_back(tmp_path: Any) -> None:
@@ -501,7 +502,7 @@ def test_frozen_and_unfrozen_parameters_come_back(tmp_path: Any) -> None:
             model[2].weight.requires_grad_(False)
 
     truth = train(tmp_path / "run", build, edit, before=True)
-    check(tmp_path / "run", build, truth, 12)
+    check(tmp_path / "run", build, truth, STEPS)
     model, optimizer = build()
     run = everstep.attach(model, optimizer, tmp_path / "run", quiet=True)
     run.resume()
@@ -518,7 +519,7 @@ def test_weights_replaced_by_new_memory_come_back(build: Any, before: bool, tmp_
                 p.data = p.data * 0.5
 
     truth = train(tmp_path / "run", build, edit, before=before)
-    check(tmp_path / "run", build, truth, 12)
+    check(tmp_path / "run", build, truth, STEPS)
 
 
 def test_weights_set_from_a_vector_come_back(tmp_path: Any) -> None:
@@ -528,7 +529,7 @@ def test_weights_set_from_a_vector_come_back(tmp_path: Any) -> None:
             nn.utils.vector_to_parameters(vector * 0.5, model.parameters())
 
     truth = train(tmp_path / "run", tiny, edit)
-    check(tmp_path / "run", tiny, truth, 12)
+    check(tmp_path / "run", tiny, truth, STEPS)
 
 
 def test_a_parameter_pruned_in_mid_run_keeps_its_moments(tmp_path: Any) -> None:
@@ -544,7 +545,7 @@ def test_a_parameter_pruned_in_mid_run_keeps_its_moments(tmp_path: Any) -> None:
         return model, optimizer
 
     truth = train(tmp_path / "run", tiny, edit)
-    check(tmp_path / "run", build_pruned, truth, 12)
+    check(tmp_path / "run", build_pruned, truth, STEPS)
 
 
 def test_two_edited_updates_in_one_commit_come_back(tmp_path: Any) -> None:
@@ -561,7 +562,7 @@ def test_two_edited_updates_in_one_commit_come_back(tmp_path: Any) -> None:
                 p.mul_(1.01)
 
     truth = train(tmp_path / "run", tiny, lambda *a: None, body=body)
-    check(tmp_path / "run", tiny, truth, 12)
+    check(tmp_path / "run", tiny, truth, STEPS)
 
 
 @pytest.mark.parametrize("build", [tiny, large])
@@ -574,7 +575,7 @@ def test_two_updates_in_one_commit_with_a_hidden_edit_between_come_back(build: A
         step(model, optimizer)
 
     truth = train(tmp_path / "run", build, lambda *a: None, body=body)
-    check(tmp_path / "run", build, truth, 12)
+    check(tmp_path / "run", build, truth, STEPS)
 
 
 def test_two_models_and_optimizers_come_back(tmp_path: Any) -> None:
@@ -599,7 +600,7 @@ def test_two_models_and_optimizers_come_back(tmp_path: Any) -> None:
         optimizers["g_opt"].step()
 
     truth = train(tmp_path / "run", build, lambda *a: None, body=body)
-    check(tmp_path / "run", build, truth, 12)
+    check(tmp_path / "run", build, truth, STEPS)
 
 
 def test_an_average_of_the_weights_as_a_second_model_comes_back(tmp_path: Any) -> None:
@@ -617,7 +618,7 @@ def test_an_average_of_the_weights_as_a_second_model_comes_back(tmp_path: Any) -
 
     truth = train(tmp_path / "run", build, lambda *a: None, body=body)
     history = everstep.open(tmp_path / "run")
-    assert history.steps == list(range(13))
+    assert history.steps == list(range(STEPS + 1))
     for n in history.steps:
         found = history.state(n)
         expected = truth.states[n]["model"]["ema"]
@@ -626,7 +627,7 @@ def test_an_average_of_the_weights_as_a_second_model_comes_back(tmp_path: Any) -
             assert torch.equal(found["model"]["ema"][name], value), (n, key)
         assert different({**truth.states[n], "model": truth.states[n]["model"]["model"]},
                          {**found, "model": found["model"]["model"]}) == []  # fmt: skip
-    check_resume(tmp_path / "run", build, truth, 12)
+    check_resume(tmp_path / "run", build, truth, STEPS)
 
 
 def test_spectral_norm_comes_back(tmp_path: Any) -> None:
@@ -641,7 +642,7 @@ def test_spectral_norm_comes_back(tmp_path: Any) -> None:
         optimizer.zero_grad()
 
     truth = train(tmp_path / "run", build, lambda *a: None, body=body)
-    check(tmp_path / "run", build, truth, 12)
+    check(tmp_path / "run", build, truth, STEPS)
 
 
 @pytest.mark.parametrize("closure", [False, True])
@@ -672,7 +673,7 @@ def test_an_embedding_that_renormalises_its_weight_comes_back(num_rows: int, clo
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", InexactWarning)
         truth = train(tmp_path / "run", build, lambda *a: None, body=body)
-        check(tmp_path / "run", build, truth, 12)
+        check(tmp_path / "run", build, truth, STEPS)
 
 
 # -- hidden edits -----------------------------------------------------------------------------------------------------
@@ -692,7 +693,7 @@ def test_weights_clamped_through_data_at_every_step_simply_work(
 ) -> None:
     with slow(0.0 if disk == "fast" else 0.02, what=lambda path: True):
         truth = train(tmp_path / "run", build, lambda t, m, o: hidden_clamp(m), before=before)
-    check(tmp_path / "run", build, truth, 12)
+    check(tmp_path / "run", build, truth, STEPS)
 
 
 def train_with_one_hidden_edit(
@@ -907,7 +908,7 @@ def test_channels_last_parameters_come_back(name: str, variant: Any, tmp_path: A
         optimizer.zero_grad()
 
     truth = train(tmp_path / "run", build, lambda *a: None, body=body)
-    check(tmp_path / "run", build, truth, 12)
+    check(tmp_path / "run", build, truth, STEPS)
 
 
 @pytest.mark.filterwarnings("ignore:.*cannot be replayed:everstep.errors.InexactWarning")
@@ -938,7 +939,7 @@ def test_parameters_that_are_not_contiguous_come_back(contiguous_grad: bool, var
         # The fused kernel mixes up elements (or writes elsewhere) here; whatever it does, it is what comes back.
         check_history(tmp_path / "run", truth)
     else:
-        check(tmp_path / "run", build, truth, 12)
+        check(tmp_path / "run", build, truth, STEPS)
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=["loop", "foreach", "fused"])
@@ -963,7 +964,7 @@ def test_scalar_and_empty_parameters_come_back(variant: Any, tmp_path: Any) -> N
         optimizer.zero_grad()
 
     truth = train(tmp_path / "run", build, lambda *a: None, body=body)
-    check(tmp_path / "run", build, truth, 12)
+    check(tmp_path / "run", build, truth, STEPS)
 
 
 def test_parameters_of_the_optimizer_that_are_in_no_model_come_back(tmp_path: Any) -> None:
@@ -980,7 +981,7 @@ def test_parameters_of_the_optimizer_that_are_in_no_model_come_back(tmp_path: An
         optimizer.zero_grad()
 
     truth = train(tmp_path / "run", build, lambda *a: None, body=body)
-    check(tmp_path / "run", build, truth, 12)
+    check(tmp_path / "run", build, truth, STEPS)
     model, optimizer = build()
     run = everstep.attach(model, optimizer, tmp_path / "run", quiet=True)
     run.resume()
@@ -1007,7 +1008,7 @@ def test_parameters_of_other_dtypes_come_back(variant: Any, dtype: torch.dtype, 
         optimizer.zero_grad()
 
     truth = train(tmp_path / "run", build, lambda *a: None, body=body)
-    check(tmp_path / "run", build, truth, 12)
+    check(tmp_path / "run", build, truth, STEPS)
 
 
 @pytest.mark.filterwarnings("ignore:.*cannot be replayed:everstep.errors.InexactWarning")
@@ -1024,7 +1025,7 @@ def test_fused_sgd_in_bf16_comes_back_although_torch_cannot_replay_it(tmp_path: 
         optimizer.zero_grad()
 
     truth = train(tmp_path / "run", build, lambda *a: None, body=body)
-    check(tmp_path / "run", build, truth, 12)
+    check(tmp_path / "run", build, truth, STEPS)
 
 
 def test_a_model_converted_in_mid_run_comes_back(tmp_path: Any) -> None:
@@ -1044,7 +1045,7 @@ def test_a_model_converted_in_mid_run_comes_back(tmp_path: Any) -> None:
         return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
     truth = train(tmp_path / "run", build, edit)
-    check(tmp_path / "run", build_double, truth, 12)
+    check(tmp_path / "run", build_double, truth, STEPS)
 
 
 def test_tied_weights_come_back_and_stay_tied(tmp_path: Any) -> None:
@@ -1069,7 +1070,7 @@ def test_tied_weights_come_back_and_stay_tied(tmp_path: Any) -> None:
         optimizer.zero_grad()
 
     truth = train(tmp_path / "run", build, lambda *a: None, body=body)
-    check(tmp_path / "run", build, truth, 12)
+    check(tmp_path / "run", build, truth, STEPS)
     model, optimizer = build()
     run = everstep.attach(model, optimizer, tmp_path / "run", quiet=True)
     run.resume()
@@ -1109,7 +1110,7 @@ def test_a_parameter_in_two_optimizers_comes_back(tmp_path: Any) -> None:
             model.zero_grad()
 
     truth = train(tmp_path / "run", build, lambda *a: None, body=body)
-    check(tmp_path / "run", build, truth, 12)
+    check(tmp_path / "run", build, truth, STEPS)
 
 
 # -- other people's code ----------------------------------------------------------------------------------------------
@@ -1137,7 +1138,7 @@ def test_a_subclass_that_calls_its_parents_step_comes_back(registered: bool, tmp
         return model, cls(model.parameters(), lr=1e-2, momentum=0.9)
 
     truth = train(tmp_path / "run", build, lambda *a: None)
-    check_resume(tmp_path / "run", build, truth, 12)
+    check_resume(tmp_path / "run", build, truth, STEPS)
     if registered:
         check_history(tmp_path / "run", truth)
 
@@ -1166,7 +1167,7 @@ def test_an_optimizer_with_state_of_its_own_comes_back(tmp_path: Any) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         truth = train(tmp_path / "run", build, lambda *a: None)
-        check_resume(tmp_path / "run", build, truth, 12)
+        check_resume(tmp_path / "run", build, truth, STEPS)
     assert any(issubclass(w.category, InexactWarning) for w in caught)
 
 
@@ -1193,7 +1194,7 @@ def test_lbfgs_comes_back_by_its_results_and_says_so(tmp_path: Any) -> None:
         for n in history.steps:
             found, expected = history.state(n), truth.states[n]
             assert all(torch.equal(found["model"][k], v) for k, v in expected["model"].items()), n
-        check_resume(tmp_path / "run", build, truth, 12)
+        check_resume(tmp_path / "run", build, truth, STEPS)
 
 
 @pytest.mark.parametrize("at", [1, 2, 7])
@@ -1347,7 +1348,7 @@ def test_sparse_gradients_come_back(tmp_path: Any) -> None:
             optimizer.zero_grad()
 
     truth = train(tmp_path / "run", build, lambda *a: None, body=body)
-    check(tmp_path / "run", build, truth, 12)
+    check(tmp_path / "run", build, truth, STEPS)
 
 
 def test_sparse_momentum_that_grows_comes_back(tmp_path: Any) -> None:
@@ -1364,7 +1365,7 @@ def test_sparse_momentum_that_grows_comes_back(tmp_path: Any) -> None:
         optimizer.zero_grad()
 
     truth = train(tmp_path / "run", build, lambda *a: None, body=body)
-    check(tmp_path / "run", build, truth, 12)
+    check(tmp_path / "run", build, truth, STEPS)
 
 
 def test_a_gradient_that_is_sometimes_sparse_comes_back(tmp_path: Any) -> None:
@@ -1384,4 +1385,4 @@ def test_a_gradient_that_is_sometimes_sparse_comes_back(tmp_path: Any) -> None:
         optimizer.zero_grad(set_to_none=True)
 
     truth = train(tmp_path / "run", build, lambda *a: None, body=body)
-    check(tmp_path / "run", build, truth, 12)
+    check(tmp_path / "run", build, truth, STEPS)

@@ -23,6 +23,7 @@ from harness import SEED, copied, must_equal, run_plainly
 from models import Training, build
 
 import everstep
+from everstep.store.bases import BaseWriter
 
 WORKER = Path(__file__).with_name("worker.py")
 MAX_INFLIGHT_STEPS = 3
@@ -193,3 +194,23 @@ def test_a_run_killed_at_random_moments_ends_as_if_it_never_was(
 def test_a_run_killed_ten_times_ends_as_if_it_never_was(name: str, seed: int, tmp_path: Path) -> None:
     attach = {"durability": ["step", "os", "batch"][seed], "base_interval": 10, "batch_steps": MAX_INFLIGHT_STEPS}
     Fight(tmp_path, CASES[name], 10, 25, random.Random(f"{name} {seed}"), attach).run().check()
+
+
+def test_what_a_kill_may_cost_is_bounded_before_the_first_base_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish = BaseWriter.finish
+
+    def slowly(self: BaseWriter, *args: Any, **kwargs: Any) -> Any:
+        time.sleep(0.3)
+        return finish(self, *args, **kwargs)
+
+    monkeypatch.setattr(BaseWriter, "finish", slowly)
+    t = build("mlp", "sgd", 1)
+    with everstep.attach(
+        t.model, t.optimizer, tmp_path / "run", extras=t.extras, quiet=True, max_inflight_steps=MAX_INFLIGHT_STEPS
+    ) as run:  # fmt: skip
+        for batch in run.steps(t.loader, epochs=2):
+            assert run.step - max(run.durable_step, 0) <= MAX_INFLIGHT_STEPS
+            t.turn(batch)
+        assert run.stats()["stall_s"] > 0

@@ -189,7 +189,9 @@ def test_a_follower_that_hangs_does_not_let_the_log_grow_without_bound(tmp_path:
 def test_an_optimizer_that_the_follower_cannot_build_gets_its_bases_from_the_trainer(tmp_path: Path) -> None:
     model, _ = build()
     optimizer = Mine(model.parameters(), lr=0.1, momentum=0.9)
-    run = everstep.attach(model, optimizer, tmp_path / "run", quiet=True, base_interval=5, segment_bytes=20_000, retention={})
+    run = everstep.attach(
+        model, optimizer, tmp_path / "run", quiet=True, base_interval=5, segment_bytes=20_000, retention={}
+    )
     truth = Truth(run, model, optimizer)
     truth.resume()
     for _ in range(28):

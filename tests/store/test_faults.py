@@ -1,4 +1,4 @@
-"""Storage that fails: the run is told at the next commit, what was durable stays restorable, `warn` goes on and comes back."""
+"""Storage that fails: the run is told at the next commit, what was durable stays, `warn` goes on and comes back."""
 
 from __future__ import annotations
 

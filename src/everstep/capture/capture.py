@@ -97,9 +97,13 @@ class Capture:
         """An optimizer is about to change the state."""
         for each in self.taps.values():
             each.settle(force=True)
+        begun = time.perf_counter()
         self._auditor.end()
         if self.snapshot is not None:
             self.snapshot.guard()
+        waited = time.perf_counter() - begun
+        self.stall_s += waited
+        tap.thread_s -= waited
         if any(t.groups_changed() for t in self.taps.values()):
             self._restructure()
         for item in self._watch.before_update():
@@ -274,6 +278,9 @@ class Capture:
             for item in tap.state_items():
                 if isinstance(item, PendingState) and item.uid in renamed and item.state is not None:
                     self.put(item)
+            now = {uid for group in new.groups[name] for uid in group}
+            for uid in {uid for group in old.groups[name] for uid in group} - now:
+                self.put(PendingState(name, uid, None))
         self._watch.reshaped = False
         self._watch.install(new)
         self._overwrites += 1

@@ -108,6 +108,10 @@ class Watched:
         total = self.alias.numel() * self.itemsize
         return [(self, low, min(low + size, total)) for low in range(0, total, size)]
 
+    def is_piece(self, low: int, high: int) -> bool:
+        size = PIECE_ELEMENTS * self.itemsize
+        return low % size == 0 and high == min(low + size, self.alias.numel() * self.itemsize)
+
     def hash_range(self, low: int, high: int) -> int:
         """Of bytes [low, high); equals the audit's hash where that is a whole piece."""
         return piece_sum(self.bytes()[low:high], self.uid, low // self.itemsize)
@@ -138,6 +142,7 @@ class Watch:
         self.reshaped = False
         """A tensor has another shape or dtype than its atom: the layout must be made anew."""
         self._whole_slice = False
+        self._num_volatile = 0
         self._everything: list[Watched] | None = None
         self._all_states: list[Watched] = []
         self.hidden_edits: list[str] = []
@@ -353,7 +358,7 @@ class Watch:
         items: list[Item] = [PendingTensor(w.uid, w.copy()) for w in changed.values()]
         if touched:
             items += self._state_items(touched)
-        if self._everything is None:
+        if self._everything is None or len(self._volatile) != self._num_volatile:
             self._take_slice()
         elif items:
             self._rehash_slice()
@@ -476,6 +481,7 @@ class Watch:
             self._total_bytes = sum(w.alias.numel() * w.itemsize for w in self._everything)
             self._turn = (0, 0)
         self._whole_slice = self._full_left > 0 or self._total_bytes <= SLICE_BYTES
+        self._num_volatile = len(self._volatile)
         ranges: list[tuple[Watched, int, int]] = []
         if self._whole_slice or self._volatile:
             for w in self._everything:
@@ -512,8 +518,8 @@ class Watch:
         """(uid, piece, hash) of whole pieces, as they hold right after a check."""
         return [
             (w.uid, low // (PIECE_ELEMENTS * w.itemsize), value)
-            for w, low, _, value, _ in self._slice
-            if self._whole_slice or w.volatile
+            for w, low, high, value, _ in self._slice
+            if (self._whole_slice or w.volatile) and w.is_piece(low, high)
         ]
 
 
