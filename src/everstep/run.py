@@ -526,12 +526,12 @@ class Run:
             return
         if self._unprotected_since is not None:
             return
-        if not self._base_ready and capture.snapshot is not None:
+        base = capture.snapshot
+        if not self._base_ready and base and capture.step - base.step >= self._options.max_inflight_steps:
             # Nothing is durable before the first base is: no more steps than usual may hang on it.
-            if capture.step - capture.snapshot.step >= self._options.max_inflight_steps:
-                begun = time.perf_counter()
-                capture.snapshot.wait()
-                capture.stall_s += time.perf_counter() - begun
+            begun = time.perf_counter()
+            base.wait()
+            capture.stall_s += time.perf_counter() - begun
         wanted = capture.wants_base or keeper.wants_base(capture.step, self._durable, self._log.bytes_written)
         busy = capture.snapshot is not None and not capture.snapshot.done.is_set()
         if wanted and not busy:
