@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -198,39 +199,44 @@ def era_of(
 
 
 class _Follower:
-    """The follower process's loop, inside this process: what it writes is then observed too."""
+    """The follower process's loop in a thread of this process, behind real pipes: what it writes is then observed too."""
 
     def __init__(self, keeper: Any) -> None:
         self._compactor = Compactor(keeper._path, keeper._timeline, keeper._generation)
-        self._command: dict[str, int] = {}
-        self.stdin = self.stdout = self
+        commands, theirs = os.pipe(), os.pipe()
+        self._commands, self.stdin = os.fdopen(commands[0]), os.fdopen(commands[1], "w")
+        self.stdout, self._answers = os.fdopen(theirs[0]), os.fdopen(theirs[1], "w")
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
 
-    def write(self, text: str) -> None:
-        self._command = json.loads(text)
+    def _run(self) -> None:
+        with self._commands, self._answers:
+            for line in self._commands:
+                self._answers.write(json.dumps(self._answer(json.loads(line)["base"])) + "\n")
+                try:
+                    self._answers.flush()
+                except OSError:  # the keeper is gone
+                    return
 
-    def flush(self) -> None: ...
-
-    def close(self) -> None: ...
-
-    def poll(self) -> None: ...
-
-    def kill(self) -> None: ...
-
-    def wait(self, timeout: float | None = None) -> int:
-        return 0
-
-    def readline(self) -> str:
-        step = self._command["base"]
+    def _answer(self, step: int) -> dict[str, Any]:
         try:
             self._compactor.advance(step)
             manifest = self._compactor.write_base(direct=False)
-            event: dict[str, Any] = {"event": "base", "step": manifest.step, "complete": self._compactor.complete}
+            return {"event": "base", "step": manifest.step, "complete": self._compactor.complete}
         except AuditError as e:
-            event = {"event": "mismatch", "step": e.step, "message": str(e)}
+            return {"event": "mismatch", "step": e.step, "message": str(e)}
         except EverstepError as e:
             self._compactor.forget()
-            event = {"event": "error", "message": f"{type(e).__name__}: {e}"}
-        return json.dumps(event) + "\n"
+            return {"event": "error", "message": f"{type(e).__name__}: {e}"}
+
+    def poll(self) -> int | None:
+        return None if self._thread.is_alive() else 0
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._thread.join()
+        return 0
+
+    def kill(self) -> None: ...
 
 
 @contextmanager
@@ -239,7 +245,7 @@ def follower_in_process() -> Iterator[None]:
     before = Keeper._follower
 
     def follower(keeper: Any) -> Any:
-        if keeper._process is None:
+        if keeper._process is None or keeper._process.poll() is not None:
             keeper._process = _Follower(keeper)
         return keeper._process
 
