@@ -71,7 +71,7 @@ class Segment:
         generation, first_step = map(int, re.fullmatch(r"g(\d{6,})-(\d{12,})\.frames", path.name).groups())
         self.generation = generation
         self.data = path.read_bytes()
-        self.seed = xxh3(b"everstep" + bytes.fromhex(run) + struct.pack("<QQ", generation, rank))
+        self.seed = xxh3(b"everstep" + bytes.fromhex(run) + struct.pack("<QQQ", generation, rank, first_step))
         self.frames: list[dict[str, Any]] = []
         self.end: dict[str, Any] | None = None
         header = self.header(0)

@@ -70,14 +70,15 @@ class Rig:
         self.truth = Truth(self.run, self.model, self.optimizer)
         self.truth.resume()
 
-    def train_until(self, true: Callable[[], bool], seconds: float = 60) -> None:
-        """Slowly enough for a follower on a busy machine."""
+    def train_until(self, true: Callable[[], bool], seconds: float = 50) -> None:
+        """Slowly enough for a follower on a busy machine to start and to keep up."""
+        known = self.bases()
         end = time.monotonic() + seconds
         while not true():
             assert time.monotonic() < end, "waited in vain"
             self.train(1)
             process = self.run._keeper._process
-            time.sleep(0.3 if process is not None and not self.bases() else 0.03)
+            time.sleep(0.3 if process is not None and self.bases() == known else 0.03)
 
     def train(self, steps: int) -> None:
         for _ in range(steps):

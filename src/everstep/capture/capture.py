@@ -280,7 +280,8 @@ class Capture:
                     self.put(item)
             now = {uid for group in new.groups[name] for uid in group}
             for uid in {uid for group in old.groups[name] for uid in group} - now:
-                self.put(PendingState(name, uid, None))
+                if new.tensors.get(uid) is not old.tensors[uid]:  # else its state stays, though no group has it
+                    self.put(PendingState(name, uid, None))
         self._watch.reshaped = False
         self._watch.install(new)
         self._overwrites += 1
