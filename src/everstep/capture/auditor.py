@@ -17,6 +17,8 @@ from everstep.capture.watch import StateLook, Watched
 
 ALWAYS_BYTES = 4 << 20
 """Optimizer state up to this size is hashed at every step."""
+UNHURRIED_BYTES = 64 << 20
+"""Up to this size until the next update comes; above that for a share of the step's time."""
 
 
 _Job = tuple[Audit, list[Watched], list[Watched], list[StateLook], float]
@@ -87,12 +89,14 @@ class Auditor:
         as_expected = [look.run() for look in looks]
         if not all(as_expected):
             must, may = must + may, []  # the frame must show that its state is not what its updates lead to
-        if sum(w.alias.numel() * w.itemsize for w in may) <= ALWAYS_BYTES:
+        may_bytes = sum(w.alias.numel() * w.itemsize for w in may)
+        if may_bytes <= ALWAYS_BYTES:
             must, may = must + may, []
         for w in must:
             complete &= _hash_one(audit, w)
         self._must_done.set()
-        deadline = float("inf") if self._full else begun + max(self._share * step_s, 1e-4)
+        unhurried = self._full or may_bytes <= UNHURRIED_BYTES
+        deadline = float("inf") if unhurried else begun + max(self._share * step_s, 1e-4)
         done = 0
         for i in range(len(may)):
             if self._cut.is_set() or time.perf_counter() > deadline:
