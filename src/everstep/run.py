@@ -452,6 +452,7 @@ class Run:
         os_only = options.durability == "os"
         self._capture.offload.claim = lambda: -1 if os_only else self._durable
         self._capture.offload.on_durable = self._on_durable
+        self._capture.may_finish_base = self._may_finish_base
         self._keeper = Keeper(
             self._path, timeline, generation, step, options.retention, options.base_interval,
             follower=options.follower, optimizers=self._optimizers, say=self._say,
@@ -530,6 +531,7 @@ class Run:
         if not self._base_ready and base and capture.step - base.step >= self._options.max_inflight_steps:
             # Nothing is durable before the first base is: no more steps than usual may hang on it.
             begun = time.perf_counter()
+            capture.settle()
             base.wait()
             capture.stall_s += time.perf_counter() - begun
         wanted = capture.wants_base or keeper.wants_base(capture.step, self._durable, self._log.bytes_written)
@@ -555,6 +557,11 @@ class Run:
             self._durable = max(self._durable, snapshot.step, capture.offload.synced_step)
             files.note(f"durable {self._durable}")
         self._keeper.base_done(snapshot.step, self._log.bytes_written)
+
+    def _may_finish_base(self, step: int) -> bool:
+        """In the base thread: the first base (also after a failure) stands alone, later ones on the log before them."""
+        capture = self._capture
+        return not self._base_ready or self._durable >= step or capture is None or capture.offload.error is not None
 
     def _on_durable(self, step: int) -> None:
         """In the writer thread."""

@@ -78,6 +78,8 @@ class Capture:
         self._overwrites = 0
         self._seals: list[Seal] = []
         self.snapshot: Snapshot | None = None
+        self.may_finish_base: Callable[[int], bool] = lambda step: True
+        """Whether everything that a base of this step stands on is durable: the run says."""
         self.wants_base = ""
         """Why the run should take a base at its next commit; empty: no reason."""
         self.hidden_edits = 0
@@ -322,6 +324,7 @@ class Capture:
         self.wants_base = ""
         self.snapshot = Snapshot(
             d.bases, self.step, slots, tensors, settled, fields, direct=d.direct, audit=self._expected(), on_done=on_done,
+            may_finish=self.may_finish_base,
         )  # fmt: skip
         return self.snapshot
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -29,7 +30,7 @@ class Snapshot:
     def __init__(
         self, bases: str, step: int, slots: Sequence[Slot], tensors: list[torch.Tensor], settled: Sequence[bool],
         fields: Callable[[], dict[str, Any]], *, direct: bool, audit: Audit | None = None,
-        on_done: Callable[[Snapshot], None],
+        on_done: Callable[[Snapshot], None], may_finish: Callable[[int], bool],
     ) -> None:  # fmt: skip
         self.step = step
         self.error: BaseException | None = None
@@ -44,6 +45,7 @@ class Snapshot:
         self._fields = fields
         self._audit = audit
         self._on_done = on_done
+        self._may_finish = partial(may_finish, step)
         self._lock = threading.Lock()
         self._copied = False
         self.done = threading.Event()
@@ -103,6 +105,8 @@ class Snapshot:
     def _finish(self, writer: BaseWriter) -> None:
         if self._audit is not None:
             self._audit.done.wait()
+        while not self._may_finish():  # the steps before it must be durable first, or a crash would leave a hole
+            time.sleep(0.002)
         fields = self._fields()
         if self._audit is not None and not self._agrees(writer):
             self.torn = True

@@ -3,6 +3,8 @@
     {"fold": n}   bring the state to step n and check it        -> {"event": "folded", ...} or {"event": "mismatch", ...}
     {"base": n}   the same, then write a base of step n         -> {"event": "base", ...}
 
+The first event is {"event": "ready"}.
+
 Ends when stdin does, that is, when the trainer is gone.
 """
 
@@ -43,6 +45,7 @@ def main(argv: list[str] | None = None) -> int:
         module, _, qualname = name.partition(":")
         register(getattr(importlib.import_module(module), qualname))
     compactor = Compactor(RunPath(args.run), args.timeline, args.generation)
+    print(json.dumps({"event": "ready"}), flush=True)
     for line in sys.stdin:
         command: dict[str, Any] = json.loads(line)
         step: int = command["base"] if "base" in command else command["fold"]

@@ -11,6 +11,7 @@ import select
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -29,6 +30,8 @@ from everstep.store.runs import RunPath
 MAX_LAG = 4
 """In base intervals: when the follower is further behind, the trainer takes the base itself."""
 MAX_FOLLOWERS = 3
+"""In a row that died without a base: then bases come from the trainer."""
+HANGS_AFTER_S = 30.0
 
 
 class Keeper:
@@ -51,6 +54,8 @@ class Keeper:
         self.proven_step = -1
         self._process: subprocess.Popen[str] | None = None
         self._followers = 0
+        self._ready = False
+        self._retained = -1
         self._mismatch: str | None = None
         self._removed_bytes = 0
         self._follower_cpu_s = 0.0
@@ -180,6 +185,7 @@ class Keeper:
         self._follower_cpu_s = event.get("cpu_s", self._follower_cpu_s)
         if event["event"] == "base":
             self._follower_bases += 1
+            self._followers = 0
             if event["complete"]:
                 self.proven_step = event["step"]
             self.base_step = max(self.base_step, event["step"])
@@ -192,12 +198,20 @@ class Keeper:
     def _answer(self, process: subprocess.Popen[str], step: int) -> str:
         """The follower's answer; empty if it is dead, or hangs while the trainer has had to go past it."""
         assert process.stdout is not None
+        passed: float | None = None
         while not self._closed:
             if select.select([process.stdout], [], [], 0.5)[0]:
-                return process.stdout.readline()
-            if self.base_step > step:
+                line = process.stdout.readline()
+                if not line or json.loads(line)["event"] != "ready":
+                    return line
+                self._ready = True
+                continue
+            if self.base_step > step and self._ready:
+                passed = time.monotonic() if passed is None else passed
+                if time.monotonic() - passed > HANGS_AFTER_S:
+                    return ""
+            if self.base_step > self._retained:
                 self._retain()
-                return ""
         return ""
 
     def _follower(self) -> subprocess.Popen[str] | None:
@@ -217,12 +231,14 @@ class Keeper:
         for name in self._register or ():
             command += ["--register", name]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        self._ready = False
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True, env=environment
         )
         return self._process
 
     def _retain(self) -> None:
+        self._retained = self.base_step
         bases, segments = stored(self._path, self._timeline)
         removal = retention.plan_removal(self._policy, bases, segments, self._durable)
         if not removal.num_bytes:

@@ -241,7 +241,8 @@ def _line(listing: Listing, generations: dict[int, GenerationDocument], newest: 
             durable = segment.durable_step
             line.durable_step = max(line.durable_step, durable if span.high is None else min(durable, span.high))
             for frame in segment.frames:
-                if span.low < frame.step and (span.high is None or frame.step <= span.high):
+                stored = not any(first <= frame.step <= last for first, last in timeline.kept.gaps)
+                if stored and span.low < frame.step and (span.high is None or frame.step <= span.high):
                     line.frames.setdefault(frame.step, frame)
             following = None if segment.end is None else segment.end.next_step
             if following is None or following <= line.horizon or (span.high is not None and following > span.high):

@@ -73,6 +73,8 @@ class RunPath:
         if not os.path.isdir(self.path):
             raise NotARunError(f"{self.path} is a file, not a folder: give the path of a run, or of a new folder")
         if any(files.listing(os.path.join(self.timelines(), t)) for t in files.listing(self.timelines())):
+            if os.path.isfile(self.run_file()):
+                return True  # another process has just made it
             raise CorruptionError(
                 f"{self.run_file()} is missing, though there are timelines beside it: this was a run. Put the file back "
                 "from a copy, or give another path"
