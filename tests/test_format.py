@@ -249,7 +249,7 @@ class SpecReader:
             "atoms": {u: v for u, v in atoms.items() if u in {a["uid"] for a in manifest["layout"]["atoms"]}},
             "optimizers": optimizers,
             "layout": manifest["layout"],
-            "carried": {u: np.zeros_like(atoms[u]) if i < 0 else tensors[i] for u, i in manifest["carried"]},
+            "carried": {u: np.zeros_like(atoms[u]) if i < 0 else tensors[i] for u, i in manifest["carried"] if i > -2},
             "cursor": unpack(packed(manifest["cursor"])),
         }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import random
 from typing import Any
 
@@ -17,9 +18,14 @@ def capture() -> dict[str, Any]:
         "numpy": _numpy_state(),
         "random": random.getstate(),
     }
-    if torch.accelerator.is_available():
+    if _has_accelerator():
         state["device"] = _device_states()
     return state
+
+
+@functools.cache
+def _has_accelerator() -> bool:
+    return torch.accelerator.is_available()
 
 
 _last_numpy: tuple[bytes, Any] | None = None

@@ -317,7 +317,7 @@ class Watch:
                 self._unexpected(name)
         # An edit before an update changes what the update did: parameter and state are stored together.
         for name, groups in self._inventory.groups.items():
-            if self._updates[name]:
+            if self._updates[name] and (changed or touched):
                 ours = {uid for group in groups for uid in group}
                 hit = [uid for uid in changed if uid in ours]
                 for uid in [u for n, u in touched if n == name and u in self._by_uid]:
