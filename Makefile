@@ -11,7 +11,8 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.everstep-installed
-PYTEST_ARGS ?=
+# Two processes: the suite is made for two cores.
+PYTEST_ARGS ?= -n 2
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 

@@ -561,7 +561,11 @@ class Run:
     def _may_finish_base(self, step: int) -> bool:
         """In the base thread: the first base (also after a failure) stands alone, later ones on the log before them."""
         capture = self._capture
-        return not self._base_ready or self._durable >= step or capture is None or capture.offload.error is not None
+        if not self._base_ready or capture is None or capture.offload.error is not None:
+            return True
+        if self._durable >= step and self._options.durability == "os":
+            capture.offload.flush(hard=True)
+        return self._durable >= step
 
     def _on_durable(self, step: int) -> None:
         """In the writer thread."""

@@ -283,7 +283,7 @@ def test_every_durable_byte_and_name_goes_through_the_one_module(shm: str) -> No
 def test_every_crash_point_of_a_short_run_restores_to_a_durable_step(shm: str) -> None:
     recording = record(f"{shm}/live")
     checker = Checker(shm, verify_every=6)
-    replay(recording, checker, variants=8, go_on_every=40)
+    replay(recording, checker, variants=7, go_on_every=50)
     assert checker.num_images > 400
     assert checker.outcomes["restored"] > 0.8 * checker.num_images
 

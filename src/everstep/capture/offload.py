@@ -40,7 +40,8 @@ class _Open:
 
 
 class _Flush:
-    def __init__(self) -> None:
+    def __init__(self, hard: bool) -> None:
+        self.hard = hard
         self.done = threading.Event()
 
 
@@ -127,9 +128,12 @@ class Offload:
             self._room.wait_for(lambda: self._has_room() or self.error is not None)
         return time.perf_counter() - begun
 
-    def flush(self) -> None:
-        """Return when everything handed over is durable, or has failed (see `error`)."""
-        flush = _Flush()
+    def flush(self, *, hard: bool = False) -> None:
+        """Return when everything handed over is durable, or has failed (see `error`).
+
+        `hard`: on stable storage, whatever `durability` promises.
+        """
+        flush = _Flush(hard)
         self._jobs.put(flush)
         flush.done.wait()
 
@@ -163,6 +167,8 @@ class Offload:
             try:
                 if isinstance(job, _Flush):
                     self._sync_if_needed(force=True)
+                    if job.hard and self.error is None:
+                        self._log.sync_if_open()
                 elif self.error is None:
                     self._write(job)
             except BaseException as e:

@@ -258,6 +258,11 @@ def _line(listing: Listing, generations: dict[int, GenerationDocument], newest: 
                 if span.high is None and not later:
                     line.lost_from = following
     _cut_torn_tail(line)
+    for span in spans:
+        high = line.durable_step if span.high is None else min(span.high, line.durable_step)
+        for segment in listing.timelines[span.timeline].segments:
+            if segment.generation == span.generation:
+                line.problems += [t for first, last, t in segment.holes if first <= high and last > span.low]
     missing = line.missing()
     if missing:
         line.problems.append(f"steps {describe_steps(missing)} were durable but cannot be restored any more")

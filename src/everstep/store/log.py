@@ -158,6 +158,11 @@ class LogWriter:
             files.sync_dir(self.folder)
             self._folder_synced = True
 
+    def sync_if_open(self) -> None:
+        """sync(), if there is an open segment; finished ones are on stable storage anyway."""
+        if self._file is not None:
+            self.sync()
+
     def end_segment(self, next_step: int | None, durable_step: int) -> None:
         """Finish the open segment with its index, durably. An unfinished frame is dropped."""
         if self._file is None:
@@ -218,7 +223,9 @@ class Segment:
         self.durable_step = -1
         self.torn_bytes = 0
         self.problems: list[str] = []
-        """Damage: holes before a valid record, a bad header."""
+        """Damage: a bad header, a name that does not fit."""
+        self.holes: list[tuple[int, int, str]] = []
+        """(first step, last step, text) of what is not valid before something that is: damage, if any of it was durable."""
         self._next = 0
 
     @property
@@ -340,7 +347,10 @@ class Segment:
         known = len(self.frames)
         self._resync(reader, aligned(offset + 1, BLOCK))
         if len(self.frames) > known or self.end is not None:
-            self.problems.append(f"{self.path}: damaged between bytes {begin} and {self._next or offset}")
+            first = self.frames[known - 1].step + 1 if known else self.first_step
+            listed = max(self.end.steps, default=first) if self.end is not None else first
+            last = self.frames[known].step - 1 if len(self.frames) > known else listed
+            self.holes.append((first, last, f"{self.path}: damaged between bytes {begin} and {self._next or offset}"))
         else:
             self.torn_bytes = reader.num_bytes - begin
 
