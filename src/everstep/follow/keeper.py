@@ -111,7 +111,7 @@ class Keeper:
         """Storage had failed: these steps do not exist. Durable on return."""
         with self._kept:
             kept = self._path.read_kept(self._timeline)
-            self._path.write_kept(self._timeline, KeptDocument(kept.horizon, (*kept.gaps, (first, last))))
+            self._path.write_kept(self._timeline, KeptDocument(kept.horizon, (*kept.gaps, (first, last, self._generation))))
 
     def stats(self) -> dict[str, Any]:
         return {

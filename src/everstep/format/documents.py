@@ -67,8 +67,8 @@ class KeptDocument(msgspec.Struct):
 
     horizon: int
     """Retention may have removed steps below this one."""
-    gaps: tuple[tuple[int, int], ...] = ()
-    """(first, last) of steps that were never stored, because storage had failed."""
+    gaps: tuple[tuple[int, int, int], ...] = ()
+    """(first, last, generation) of steps that this generation never stored, because storage had failed."""
 
 
 class StoredTensor(msgspec.Struct, omit_defaults=True):

@@ -220,7 +220,8 @@ def _line(listing: Listing, generations: dict[int, GenerationDocument], newest: 
     for span in spans:
         timeline = listing.timelines[span.timeline]
         line.horizon = max(line.horizon, timeline.kept.horizon)
-        line.gaps += [g for g in timeline.kept.gaps if g not in line.gaps]
+        gaps = [(first, last) for first, last, generation in timeline.kept.gaps if generation == span.generation]
+        line.gaps += [(first, last if span.high is None else min(last, span.high)) for first, last in gaps]
         if span.low:
             line.durable_step = max(line.durable_step, span.low)
         dead = {
@@ -241,7 +242,7 @@ def _line(listing: Listing, generations: dict[int, GenerationDocument], newest: 
             durable = segment.durable_step
             line.durable_step = max(line.durable_step, durable if span.high is None else min(durable, span.high))
             for frame in segment.frames:
-                stored = not any(first <= frame.step <= last for first, last in timeline.kept.gaps)
+                stored = not any(first <= frame.step <= last for first, last in gaps)
                 if stored and span.low < frame.step and (span.high is None or frame.step <= span.high):
                     line.frames.setdefault(frame.step, frame)
             following = None if segment.end is None else segment.end.next_step
