@@ -35,6 +35,8 @@ class Compactor:
         self._base: Manifest | None = None
         self._fingerprint: dict[str, Any] = {}
         self._chunk_bytes = 1 << 30
+        self.complete = False
+        """Whether the audit of the last step folded covered the whole state."""
 
     @property
     def step(self) -> int | None:
@@ -153,6 +155,8 @@ class Compactor:
         """A base of the state held, read back and compared before this returns."""
         state = self._state
         assert state is not None
+        if self._base is not None and self._base.step == state.step:
+            return self._base  # the trainer has taken one of this step itself
         newest = max(
             int(name.removesuffix(".json"))
             for timeline in files.listing(self._path.timelines())

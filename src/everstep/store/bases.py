@@ -7,6 +7,7 @@ tensor are in the manifest.
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ from everstep.memory import Bytes, dtype_name, dtype_named, plain, view_bytes
 from everstep.store import files
 
 MANIFEST = "manifest.json"
+RANK_FILE = "rank-00000.safetensors"
 _SAFETENSORS = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
     "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL", "uint16": "U16", "uint32": "U32", "uint64": "U64",
@@ -73,22 +75,19 @@ class BaseWriter:
 
     def __init__(self, bases: str, step: int, slots: Sequence[Slot], *, direct: bool) -> None:
         self.folder = base_folder(bases, step)
+        self._temporary = f"{self.folder}.{os.getpid()}.tmp"
         # Large element sizes first: then every tensor is aligned although safetensors allows no holes.
         order = sorted(range(len(slots)), key=lambda i: -slots[i].dtype.itemsize)
         self.order = order
         """Indices into slots in the order in which add() wants them."""
         self._slots = slots
         self._next = 0
-        if os.path.isdir(self.folder):
-            # Litter of a crash, or a base of a dead generation: its manifest goes first, so that it never looks whole.
-            files.remove(os.path.join(self.folder, MANIFEST))
-            files.sync_dir(self.folder)
-            files.remove_dir(self.folder)
-        files.make_dir(self.folder)
+        files.remove_dir(self._temporary)  # of an earlier attempt
+        files.make_dir(self._temporary)
         header, offsets = _header([slots[i] for i in order])
         self._stored: list[StoredTensor | None] = [None] * len(slots)
         self._offsets = dict(zip(order, offsets, strict=True))
-        self._file = files.Appender(os.path.join(self.folder, "rank-00000.safetensors"), direct=direct)
+        self._file = files.Appender(os.path.join(self._temporary, RANK_FILE), direct=direct)
         self._file.put(np.frombuffer(header, np.uint8))
 
     def add(self, tensor: torch.Tensor) -> None:
@@ -117,24 +116,38 @@ class BaseWriter:
         return [t for t in self._stored if t is not None]
 
     def finish(self, **fields: Any) -> Manifest:
-        """Everything durable, then the manifest: after this the base exists."""
+        """Everything durable, then the manifest, then the folder's own name: after this the base exists.
+
+        If the other process (trainer or follower) has finished one of the same step before, that one is returned.
+        """
         if self._next != len(self._slots):
             raise AssertionError("a base is missing tensors")
         size = self._file.offset
         self._file.close(sync=True)
-        files.sync_dir(self.folder)
         cursor: bytes = fields.pop("cursor")
         manifest = Manifest(
-            tensors=tuple(self.stored()), files={"rank-00000.safetensors": size},
+            tensors=tuple(self.stored()), files={RANK_FILE: size},
             cursor=base64.b64encode(cursor).decode(), **fields,
         )  # fmt: skip
-        files.write_whole(os.path.join(self.folder, MANIFEST), documents.encode(manifest))
+        files.write_whole(os.path.join(self._temporary, MANIFEST), documents.encode(manifest))
+        return self._publish(manifest)
+
+    def _publish(self, manifest: Manifest) -> Manifest:
+        theirs = None
+        if os.path.isdir(self.folder):
+            with contextlib.suppress(CorruptionError):  # ours is as good
+                theirs = read_manifest(self.folder)
+            if theirs is not None and theirs.generation >= manifest.generation:
+                files.remove_dir(self._temporary)
+                return theirs
+            remove_base(self.folder)  # of a dead generation
+        files.rename(self._temporary, self.folder)
         return manifest
 
     def abandon(self) -> None:
         """Give up: what was written is removed if the disk lets us."""
         self._file.abandon()
-        files.remove_dir(self.folder)
+        files.remove_dir(self._temporary)
 
 
 def _header(slots: Sequence[Slot]) -> tuple[bytes, list[int]]:
@@ -152,6 +165,14 @@ def _header(slots: Sequence[Slot]) -> tuple[bytes, list[int]]:
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % files.BLOCK)
     return len(text).to_bytes(8, "little") + text, [8 + len(text) + e for e in ends]
+
+
+def remove_base(folder: str) -> None:
+    """Its manifest goes first, so that it never looks whole."""
+    files.remove(os.path.join(folder, MANIFEST))
+    files.sync_dir(folder)
+    files.remove_dir(folder)
+    files.sync_dir(os.path.dirname(folder))
 
 
 def read_manifest(folder: str) -> Manifest | None:
@@ -174,7 +195,7 @@ class BaseReader:
     def __init__(self, folder: str, manifest: Manifest) -> None:
         self.folder = folder
         self.manifest = manifest
-        path = os.path.join(folder, "rank-00000.safetensors")
+        path = os.path.join(folder, RANK_FILE)
         try:
             self._reader = files.Reader(path, direct=True)
         except FileNotFoundError:

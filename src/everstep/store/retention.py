@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from everstep.errors import UsageError
 from everstep.store import files
-from everstep.store.bases import MANIFEST
+from everstep.store.bases import remove_base
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +124,4 @@ def execute(removal: Removal) -> None:
     for folder in sorted(folders):
         files.sync_dir(folder)
     for base in removal.bases:
-        files.remove(os.path.join(base.folder, MANIFEST))
-        files.sync_dir(base.folder)
-        files.remove_dir(base.folder)
-        files.sync_dir(os.path.dirname(base.folder))
+        remove_base(base.folder)

@@ -164,9 +164,8 @@ class RunPath:
         """Remove what crashes have left unfinished: bases without a manifest, temporary files. Only for the writer."""
         for name in files.listing(self.bases(timeline)):
             folder = os.path.join(self.bases(timeline), name)
-            if os.path.isdir(folder) and bases.MANIFEST not in files.listing(folder):
-                files.sync_dir(folder)
-                files.remove_dir(folder)
+            if os.path.isdir(folder) and (name.endswith(".tmp") or bases.MANIFEST not in files.listing(folder)):
+                bases.remove_base(folder)
         for folder in (self.path, self.timeline(timeline), self.generations(timeline), self.layouts(timeline)):
             for name in files.listing(folder):
                 if name.endswith(".tmp"):
