@@ -411,15 +411,16 @@ def test_the_hexdump_in_the_specification_is_of_the_golden_run() -> None:
 def test_the_specification_names_every_dtype_tag_operation_record_and_field() -> None:
     import typing
 
-    from everstep import atoms, codec, frame, memory, tree
+    from everstep import atoms, codec, frame, memory
     from everstep.format import documents, records, segment
+    from everstep.tree import unpacking
 
     text = (ROOT / "docs/format.md").read_text()
     dtypes = text.split("dtypes by number")[1].split("\n## ")[0]
     assert {int(n): name for n, name in re.findall(r"\| (\d+) (\w+)(?= \|)", dtypes)} == memory._DTYPES
     packed_values = text.split("## Packed values")[1].split("\n## ")[0]
     tags = {t for row in re.findall(r"^\| (`[^|]+) \|", packed_values, re.MULTILINE) for t in re.findall(r"`(\w+)`", row)}
-    assert tags == set(tree._FIELDS)
+    assert tags == set(unpacking._FIELDS)
     operations = set(re.findall(r'^\| `"(\w+)"` \|', text, re.MULTILINE))
     assert operations == {op.__struct_config__.tag for op in typing.get_args(frame.Op)}
     assert set(re.findall(r"\*\*(\d) \w+, version (\d)\.\*\*", text)) == {(str(i), str(v)) for i, v in codec.CODECS}

@@ -7,6 +7,8 @@ import xxhash
 
 PIECE_ELEMENTS = 1 << 19
 """Tensors are stored, checked and replayed in pieces of this many elements (a multiple of 64: see fold.py)."""
+PACK_BELOW_BYTES = 1 << 15
+"""Smaller gradients of an update share a record."""
 
 
 def uid_of(*key: str) -> int:

@@ -144,6 +144,9 @@ def audit_entries(footer: Footer) -> npt.NDArray[Any]:
     return np.frombuffer(footer.audit, AUDIT_DTYPE)
 
 
+Wanted = tuple[TensorRef, int, int]
+
+
 class FrameData(Protocol):
     """A frame that can be folded: from disk, from memory, from the wire."""
 
@@ -153,9 +156,7 @@ class FrameData(Protocol):
     @property
     def ops(self) -> tuple[Op, ...]: ...
 
-    def read(
-        self, wanted: Sequence[tuple[TensorRef, int, int]], scratch: Scratch | None = None
-    ) -> list[torch.Tensor]:
+    def read(self, wanted: Sequence[Wanted], scratch: Scratch | None = None) -> list[torch.Tensor]:
         """For each (ref, start, stop) its logical elements [start, stop) as a 1-D tensor.
 
         The caller owns them; with `scratch`, until it is reset.

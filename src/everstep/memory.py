@@ -6,6 +6,7 @@ tensor they came from; strides are kept beside them.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import sys
@@ -85,6 +86,13 @@ def view_bytes(tensor: torch.Tensor, *, keep_alive: bool = True) -> Bytes:
     return np.frombuffer(memory, np.uint8)
 
 
+def typed(raw: Bytes, dtype: torch.dtype) -> torch.Tensor:
+    """Bytes as a 1-D tensor, uncopied where they are aligned."""
+    if raw.ctypes.data % dtype.itemsize:
+        raw = raw.copy()
+    return torch.from_numpy(raw).view(dtype)
+
+
 def plain(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself if it is a contiguous dense CPU tensor with ordinary bits, else such a copy."""
     tensor = tensor.detach()
@@ -101,6 +109,26 @@ def empty_bytes(num_bytes: int) -> tuple[torch.Tensor, Bytes]:
     return tensor, tensor.numpy()
 
 
+_HUGE = 2 << 20
+
+
+def new_pages(num_bytes: int) -> Bytes:
+    """New zeroed memory that starts at a page, as O_DIRECT wants; in huge pages where it is large and the system can.
+
+    (Then it costs few page faults, and the disk is asked for it in few large requests.) It goes when the last view does.
+    """
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    if num_bytes < _HUGE:
+        return np.frombuffer(mmap.mmap(-1, max(num_bytes, 1), flags=flags), np.uint8)[:num_bytes]
+    pages = mmap.mmap(-1, num_bytes + _HUGE, flags=flags)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    memory = np.frombuffer(pages, np.uint8)
+    first = -memory.ctypes.data % _HUGE
+    return memory[first : first + num_bytes]
+
+
 class Scratch:
     """Page-aligned memory that is handed out in parts and reused as a whole."""
 
@@ -112,8 +140,7 @@ class Scratch:
     def reset(self) -> None:
         """Everything handed out may be overwritten from now on."""
         if self._wanted > len(self._memory):
-            # Anonymous maps are page-aligned; the old one lives on while anyone uses it.
-            self._memory = np.frombuffer(mmap.mmap(-1, self._wanted), np.uint8)
+            self._memory = new_pages(max(self._wanted, _HUGE))  # the old one lives on while anyone uses it
         self._used = self._wanted = 0
 
     def take(self, num_bytes: int) -> Bytes:
@@ -121,7 +148,7 @@ class Scratch:
         size = (num_bytes // _PAGE + 3) * _PAGE
         self._wanted += size
         if self._used + size > len(self._memory):
-            return np.frombuffer(mmap.mmap(-1, size), np.uint8)
+            return new_pages(size)
         part = self._memory[self._used : self._used + size]
         self._used += size
         return part

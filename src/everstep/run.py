@@ -255,8 +255,7 @@ class Run:
     def flush(self) -> None:
         """Return when all committed steps are durable."""
         capture = self._live()
-        capture.settle()
-        capture.offload.flush()
+        capture.flush()
         if capture.snapshot is not None and not self._base_ready:
             capture.snapshot.wait()
             if not self._base_ready and not capture.errors() and capture.is_as_committed():

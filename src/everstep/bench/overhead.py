@@ -33,7 +33,7 @@ from everstep.bench.workloads import Workload
 from everstep.memory import same_bits
 from everstep.run import Run, attach
 
-BLOCK_S = 3.0
+BLOCK_S = 5.0
 """A block is so long unless told otherwise."""
 WARM_STEPS = 8
 """More than Everstep takes to learn how gradients are owned."""
@@ -77,7 +77,8 @@ class _Copy:
         self.stream = run.steps(self._loader)
         return run
 
-    def detached(self) -> None:
+    def restart(self) -> None:
+        """From the first batch again, without a run."""
         self.stream = workloads.endless(self._loader)
 
     def train(self, num_steps: int, after: Callable[[], object] | None = None) -> None:
@@ -240,6 +241,7 @@ class _Session:
 
     def run(self, orders: list[tuple[bool, bool, bool, bool]], done: int, told: Callable[[str, int], None]) -> int:
         """Measure these pairs; returns how many are done in all."""
+        self._off.restart()
         self._meter = Meter(self._on.optimizer)
         run = self._run = self._on.attach(self._path, self._interval)
         self._follower = _Follower(run)
@@ -262,7 +264,7 @@ class _Session:
             self._meter.remove()
             run.close()
             self._meter.finish()
-            self._on.detached()
+            self._on.restart()
             shutil.rmtree(self._path, ignore_errors=True)
         return done
 
@@ -421,7 +423,7 @@ def measure_rss(
             stats = run.stats()
         finally:
             run.close()
-        copy.detached()
+        copy.restart()
         without = []
         for step in range(first_step, last_step):
             copy.train(1)

@@ -11,6 +11,7 @@ import queue
 import threading
 import time
 
+from everstep import background
 from everstep.atoms import PIECE_ELEMENTS
 from everstep.capture.pending import Audit
 from everstep.capture.watch import StateLook, Watched
@@ -34,12 +35,12 @@ class Auditor:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._current: Audit | None = None
         self._cut = threading.Event()
+        self._hurry = False
         self._must_done = threading.Event()
         self._turn = 0
         self.error: BaseException | None = None
         self.busy_s = 0.0
-        self._thread = threading.Thread(target=self._run, name="everstep-audit", daemon=True)
-        self._thread.start()
+        self._thread = background.start(self._run, "everstep-audit")
 
     def begin(
         self, audit: Audit, must: list[Watched], may: list[Watched], looks: list[StateLook], step_s: float
@@ -47,8 +48,13 @@ class Auditor:
         """Start hashing S(step). Called at the commit."""
         self._current = audit
         self._cut.clear()
+        self._hurry = False
         self._must_done.clear()
         self._jobs.put((audit, must, may, looks, step_s))
+
+    def hurry(self) -> None:
+        """Somebody waits for the frame: leave to the next steps what is looked at in rotation anyway."""
+        self._hurry = True
 
     def end(self) -> None:
         """The state is about to change: return when no thread looks at it any more."""
@@ -99,7 +105,7 @@ class Auditor:
         deadline = float("inf") if unhurried else begun + max(self._share * step_s, 1e-4)
         done = 0
         for i in range(len(may)):
-            if self._cut.is_set() or time.perf_counter() > deadline:
+            if self._cut.is_set() or time.perf_counter() > deadline or (self._hurry and not unhurried):
                 break
             complete &= _hash_one(audit, may[(self._turn + i) % len(may)])
             done += 1

@@ -176,6 +176,12 @@ class Capture:
             self.stall_s += self.offload.wait_for_room()
         return True
 
+    def flush(self) -> None:
+        """Return when everything committed is durable, or has failed."""
+        self._auditor.hurry()
+        self.settle()
+        self.offload.flush()
+
     def settle(self) -> None:
         """Make sure that nothing in flight waits for the training thread."""
         for tap in self.taps.values():

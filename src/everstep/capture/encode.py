@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from everstep import tree
-from everstep.atoms import PIECE_ELEMENTS, Layout
+from everstep.atoms import PACK_BELOW_BYTES, PIECE_ELEMENTS, Layout
 from everstep.capture.pending import (
     Item,
     PendingCarry,
@@ -37,9 +37,6 @@ from everstep.frame import (
 )
 from everstep.memory import CODE_BY_DTYPE, Bytes, plain, strides_of, view_bytes
 from everstep.store.log import LogWriter
-
-PACK_BELOW_BYTES = 1 << 15
-"""Smaller tensors share a record."""
 
 
 class Encoder:

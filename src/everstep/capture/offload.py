@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from everstep import background
 from everstep import cursor as cursors
 from everstep.atoms import Layout
 from everstep.capture.encode import Encoder
@@ -90,8 +91,7 @@ class Offload:
         self.busy_s = 0.0
         self.sync_s = 0.0
         self.frame_bytes = 0
-        self._thread = threading.Thread(target=self._run, name="everstep-write", daemon=True)
-        self._thread.start()
+        self._thread = background.start(self._run, "everstep-write")
 
     # -- training thread ----------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from everstep import background
 from everstep.capture.pending import Audit
 from everstep.errors import StorageError
 from everstep.format.documents import Manifest
@@ -49,8 +50,7 @@ class Snapshot:
         self._lock = threading.Lock()
         self._copied = False
         self.done = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="everstep-base", daemon=True)
-        self._thread.start()
+        self._thread = background.start(self._run, "everstep-base")
 
     def guard(self) -> None:
         """The state is about to change: return when this base no longer looks at it. Waits for no disk."""

@@ -279,7 +279,7 @@ class Tap:
         def wrapped(*a: Any, **k: Any) -> Any:
             result = closure(*a, **k)
             begun = time.perf_counter()
-            self._take()
+            self._take(has_closure=True)
             self.thread_s += time.perf_counter() - begun
             return result
 
@@ -287,8 +287,8 @@ class Tap:
             return args, {**kwargs, "closure": wrapped}
         return (args[0], wrapped, *args[2:]), kwargs
 
-    def _take(self) -> None:
-        """The gradients that are about to be consumed."""
+    def _take(self, *, has_closure: bool = False) -> None:
+        """The gradients that are about to be consumed. (A closure may be called again: then these were not the last.)"""
         if self.overwrite:
             return
         self._grads = list(map(_grad, self.params))
@@ -308,6 +308,8 @@ class Tap:
         else:
             self._steady = self._trial is None and self._is_last() and self._never_shared
         self._versions = _versions_of(self._grads)
+        if self._steady and not has_closure:
+            self._hand_over_steady()
 
     def _must_copy(self) -> bool:
         return self._writes_grads or self._clean < LEARNING_UPDATES
@@ -327,6 +329,7 @@ class Tap:
             return
         if late_hook:
             # Somebody's new hook ran between ours and the step, and may have changed anything: store what came out.
+            self._take_back()
             self._trial, self._held, self.results_due = None, None, True
         elif self._skipped:
             self._after_skipped()
@@ -344,17 +347,29 @@ class Tap:
             self._recorder.put(item)
         self._trial = None
 
+    def _hand_over_steady(self) -> None:
+        """By reference, before the step has run: the writer reads them while the step does.
+
+        Ours was the last hook before the step, and whoever writes into these from here on moves their counters. Memory
+        that others share is found when the seal is to be opened.
+        """
+        assert self._grads is not None
+        seal = Seal()
+        self._held = _Held(self.params, self._grads, seal, self._versions)
+        self._held.update = update = PendingUpdate(self.name, self.uids, self._grads, seal, num_bytes=self.param_bytes)
+        self._recorder.put(update)
+
+    def _take_back(self) -> None:
+        """What was handed over before the step is not what it consumed: results follow instead."""
+        if self._held is not None and self._held.seal is not None:
+            self._held.seal.instead = []
+            self._held.seal.open.set()
+
     def _hand_over(self) -> None:
         assert self._grads is not None
         if self._steady:
-            # Ours was the last hook before the step, and whoever writes into these from here on moves their counters.
-            # Memory that others share is found when the seal is to be opened.
-            seal = Seal()
-            self._held = _Held(self.params, self._grads, seal, self._versions)
-            self._held.update = update = PendingUpdate(
-                self.name, self.uids, self._grads, seal, num_bytes=self.param_bytes
-            )
-            self._recorder.put(update)
+            if self._held is None:
+                self._hand_over_steady()
             return
         now: list[torch.Tensor | None] = list(map(_grad, self.params))
         if self._take_after:
@@ -623,6 +638,8 @@ class Tap:
             return False
         self._depth = 0
         self.results_due = True
+        if self._steady:
+            self._take_back()
         self._held = None
         return True
 

@@ -12,7 +12,7 @@ from everstep import tree
 from everstep.atoms import Layout, OptimizerSpec
 from everstep.capture.pending import PendingUpdate
 from everstep.fold import Folder, OptimizerState, State, class_name
-from everstep.frame import Gradient, Op, SparseRef, TensorRef, Update
+from everstep.frame import Gradient, Op, SparseRef, TensorRef, Update, Wanted
 from everstep.memory import CODE_BY_DTYPE, Scratch, same_bits, strides_of
 
 
@@ -40,9 +40,7 @@ class _MemoryFrame:
             CODE_BY_DTYPE[t.dtype], tuple(t.shape), len(self._tensors) - 1, 1, 0, strides_of(t)
         )
 
-    def read(
-        self, wanted: Sequence[tuple[TensorRef, int, int]], scratch: Scratch | None = None
-    ) -> list[torch.Tensor]:
+    def read(self, wanted: Sequence[Wanted], scratch: Scratch | None = None) -> list[torch.Tensor]:
         return [self._tensors[r.first].detach().reshape(-1)[start:stop].clone() for r, start, stop in wanted]
 
 

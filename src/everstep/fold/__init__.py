@@ -21,9 +21,9 @@ import torch
 from everstep import tree
 from everstep.atoms import Layout, OptimizerSpec
 from everstep.fold.apply import unhooked_step
-from everstep.fold.cut import TilePlan
+from everstep.fold.cut import LARGE_UNIT_ELEMENTS, UNIT_ELEMENTS, TilePlan
 from everstep.fold.state import Live, OptimizerState, State, class_name, find_class, register
-from everstep.fold.tiles import Direct, Unit, run_units
+from everstep.fold.tiles import Source, Unit, run_units
 from everstep.fold.whole import Whole
 from everstep.frame import FrameData, Op, SetGroups, SetLayout, SetState, SetTensor
 
@@ -67,6 +67,7 @@ class Folder:
                 self._fold_tiled(state, frames[i:j])
             else:
                 j = i + 1
+                state.need_all()
                 with _threads(self._num_threads):
                     Whole(state, self._build, self._find_layout).apply(frames[i])
             state.step = frames[j - 1].step
@@ -92,16 +93,18 @@ class Folder:
 
     def _fold_tiled(self, state: State, frames: Sequence[FrameData]) -> None:
         """All of `frames` hold only updates, tensors, groups and carried gradients."""
-        plan = TilePlan(state, frames)
+        plan = TilePlan(state, frames, LARGE_UNIT_ELEMENTS if self._num_workers == 1 else UNIT_ELEMENTS)
         for name, tiles in plan.whole.items():
+            state.need_all()
             with _threads(self._num_threads):
                 unit = Unit(state, name, tiles, self._build)
-                unit.run(plan, Direct(frames))
+                unit.run(plan, Source(frames))
                 unit.join_state()
         units = [Unit(state, name, tiles, self._build) for name, tiles in plan.tiled]
         run_units(units, plan, frames, self._num_workers, self._progress)
         for unit in units:
             unit.join_state()
+        state.need_all()
         plan.finish(state)
 
 

@@ -7,14 +7,14 @@ loop and foreach variants, optimizers that are not element-wise, sparse gradient
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from everstep import tree
-from everstep.atoms import PIECE_ELEMENTS
+from everstep.atoms import PACK_BELOW_BYTES, PIECE_ELEMENTS
 from everstep.fold.apply import assign, set_carried, whole
 from everstep.fold.state import OptimizerState, State, optimizer_of
 from everstep.frame import Carry, FrameData, Gradient, Op, SetGrad, SetGroups, SetTensor, TensorRef, Update
@@ -25,6 +25,10 @@ ELEMENTWISE = frozenset(
         "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
     )
 )  # fmt: skip
+UNIT_ELEMENTS = 3 << 17
+"""Tiles are taken together up to about this many elements: they follow each other in a frame and are read at once."""
+LARGE_UNIT_ELEMENTS = 2 << 20
+"""The same for one worker, which does not hurry and should ask the disk for as few and as large parts as it can."""
 _TILED_DTYPES = (torch.float32, torch.float64)
 
 
@@ -42,8 +46,9 @@ class Tile:
 class TilePlan:
     """Which parameters are cut and which are not, and the hyperparameters at each update of a row of frames."""
 
-    def __init__(self, state: State, frames: Sequence[FrameData]) -> None:
+    def __init__(self, state: State, frames: Sequence[FrameData], unit_elements: int = UNIT_ELEMENTS) -> None:
         self.frames = frames
+        self._unit_elements = unit_elements
         self.events: list[tuple[int, Op]] = []
         self.grads: dict[int, dict[int, Gradient]] = {}
         """By event index: the gradients of that update."""
@@ -97,28 +102,22 @@ class TilePlan:
             if name not in updated:
                 continue
             self.in_units.update(uid for params in optimizer.params for uid in params)
-            pending: list[Tile] = []
-            size = 0
-            for index, params in enumerate(optimizer.params):
-                for uid in params:
-                    tensor = state.tensors[uid]
-                    if not self._tileable(name, optimizer, uid, tensor):
-                        self.whole.setdefault(name, []).append(Tile(uid, 0, tensor.numel(), index, True))
-                        continue
-                    for start in range(0, tensor.numel(), PIECE_ELEMENTS):
-                        stop = min(start + PIECE_ELEMENTS, tensor.numel())
-                        if stop - start == PIECE_ELEMENTS:
-                            self.tiled.append((name, [Tile(uid, start, stop, index, False)]))
-                            continue
-                        pending.append(Tile(uid, start, stop, index, False))
-                        size += stop - start
-                        if size >= PIECE_ELEMENTS:
-                            self.tiled.append((name, pending))
-                            pending, size = [], 0
-            if pending:
-                self.tiled.append((name, pending))
-        # Longest first: the last worker to finish then has little left to do.
-        self.tiled.sort(key=lambda unit: -sum(t.stop - t.start for t in unit[1]))
+            for tiles in self._tiles(state, name, optimizer):
+                self.tiled += [(name, unit) for unit in _units(tiles, self._unit_elements)]
+
+    def _tiles(self, state: State, name: str, optimizer: OptimizerState) -> tuple[list[Tile], list[Tile]]:
+        """Those in records of their own, and the small ones that share a record; what cannot be cut goes to `whole`."""
+        found: tuple[list[Tile], list[Tile]] = ([], [])
+        for index, params in enumerate(optimizer.params):
+            for uid in params:
+                tensor = state.tensors[uid]
+                if not self._tileable(name, optimizer, uid, tensor):
+                    self.whole.setdefault(name, []).append(Tile(uid, 0, tensor.numel(), index, True))
+                    continue
+                tiles = found[tensor.numel() * tensor.element_size() < PACK_BELOW_BYTES]
+                for start in range(0, tensor.numel(), PIECE_ELEMENTS):
+                    tiles.append(Tile(uid, start, min(start + PIECE_ELEMENTS, tensor.numel()), index, False))
+        return found
 
     def _tileable(self, name: str, optimizer: OptimizerState, uid: int, tensor: torch.Tensor) -> bool:
         if optimizer.spec.cls not in ELEMENTWISE or name in self._exotic or uid in self._not_tileable:
@@ -141,6 +140,17 @@ class TilePlan:
                 state.tensors[uid] = assign(state.tensors.get(uid), whole(self.frames[index], ref), ref)
         for uid, (index, kind, carried) in self._last_carry.items():
             set_carried(state, self.frames[index], uid, kind, carried, self._consumed)
+
+
+def _units(tiles: list[Tile], num_elements: int) -> Iterator[list[Tile]]:
+    unit: list[Tile] = []
+    for tile in tiles:
+        unit.append(tile)
+        if sum(t.stop - t.start for t in unit) >= num_elements:
+            yield unit
+            unit = []
+    if unit:
+        yield unit
 
 
 def _exotic(group: Mapping[str, Any]) -> bool:

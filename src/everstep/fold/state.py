@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -23,6 +23,20 @@ class OptimizerState:
     state: dict[int, dict[str, Any]] = field(default_factory=dict)
 
 
+class Loading(Protocol):
+    """Values on their way into the memory of a state's tensors."""
+
+    def need(self, tensor: torch.Tensor) -> None:
+        """Return when this tensor has its values. Any thread."""
+        ...
+
+    def need_all(self) -> None:
+        """Return when all have theirs."""
+        ...
+
+    def close(self) -> None: ...
+
+
 @dataclass
 class State:
     """S(step): everything but what only the live objects know."""
@@ -36,6 +50,24 @@ class State:
     lost: set[int] = field(default_factory=set)
     """Parameters whose carried gradient could not be stored."""
     cursor: bytes = b""
+    loading: Loading | None = None
+    """For tensors that have their memory, but perhaps not yet their values."""
+
+    def need(self, tensor: torch.Tensor) -> None:
+        """Return when this tensor of the state has its values. Any thread."""
+        if self.loading is not None:
+            self.loading.need(tensor)
+
+    def need_all(self) -> None:
+        """Return when all have theirs."""
+        if self.loading is not None:
+            self.loading.need_all()
+
+    def close(self) -> None:
+        """After need_all(), or when the state is given up."""
+        if self.loading is not None:
+            self.loading.close()
+            self.loading = None
 
 
 Live = Mapping[str, torch.optim.Optimizer]

@@ -11,7 +11,6 @@ Ends when stdin does, that is, when the trainer is gone.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
 import json
 import os
@@ -19,6 +18,8 @@ import sys
 import threading
 import time
 from typing import Any
+
+from everstep.background import only_when_idle
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -29,8 +30,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--direct", action="store_true")
     parser.add_argument("--register", action="append", default=[], help="module:Class of an optimizer to import")
     args = parser.parse_args(argv)
-    with contextlib.suppress(OSError, AttributeError):
-        os.nice(19)
+    only_when_idle()
     _leave_with(os.getppid())
 
     import torch

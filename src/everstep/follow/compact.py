@@ -18,7 +18,7 @@ from everstep.memory import strides_of
 from everstep.restore.execute import audit, load_base, open_frames
 from everstep.restore.plan import Line, Plan, line_of
 from everstep.store import files
-from everstep.store.bases import BaseReader, BaseWriter, Slot, base_folder
+from everstep.store.bases import BaseWriter, Slot, base_folder, check_base
 from everstep.store.log import FrameEntry, Segment
 from everstep.store.runs import RunPath, read_listing
 
@@ -173,7 +173,7 @@ class Compactor:
             run=self._path.read_run().run, timeline=self._timeline, generation=self._generation, step=state.step,
             layout=state.layout, cursor=state.cursor, audit="folded", fingerprint=self._fingerprint, **fields,
         )  # fmt: skip
-        verify_base(base_folder(self._path.bases(self._timeline), state.step), manifest)
+        check_base(base_folder(self._path.bases(self._timeline), state.step), manifest)
         self._base = manifest
         return manifest
 
@@ -223,15 +223,3 @@ def _putter(
         return add(state_uid(optimizer, uid, name), "state", f"{optimizer}.{param}.{name}", tensor)
 
     return put
-
-
-def verify_base(folder: str, manifest: Manifest) -> None:
-    """Read every piece back from disk and check it."""
-    reader = BaseReader(folder, manifest)
-    try:
-        for stored in manifest.tensors:
-            flat = reader.new_tensor(stored)
-            for i in range(len(stored.sums)):
-                reader.read_piece(stored, i, flat)
-    finally:
-        reader.close()

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from everstep import fold
+from everstep import background, fold
 from everstep.errors import EverstepError, HiddenEditWarning, ReplayError
 from everstep.format.documents import KeptDocument
 from everstep.format.segment import parse_name
@@ -63,8 +63,7 @@ class Keeper:
         self._closed = False
         self._kept = threading.Lock()
         self._todo: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="everstep-keep", daemon=True)
-        self._thread.start()
+        self._thread = background.start(self._run, "everstep-keep")
 
     # -- called by the run --------------------------------------------------------------------------------------------
 

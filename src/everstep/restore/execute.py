@@ -104,14 +104,17 @@ def check_before_replay(
 
 def _execute(line: Line, plan: Plan, live: Live | None, num_workers: int, progress: Progress | None) -> Restored:
     frames, readers = open_frames(line, plan)
+    state: State | None = None
     try:
-        state = load_base(plan, num_workers)
+        state = begin_base(plan, num_workers)
         if frames:
             told = None if progress is None else (lambda done, total: progress("replay", done, total))
             for threads, part in groupby(frames, lambda f: num_threads(line, f)):
                 Folder(
                     find_layout=layout_finder(line), live=live, num_threads=threads, num_workers=num_workers, progress=told,
                 ).fold(state, list(part))  # fmt: skip
+        state.need_all()
+        if frames:
             state.cursor = frames[-1].cursor()
             bad = audit(state, frames[-1].footer, num_workers)
             if bad:
@@ -119,6 +122,8 @@ def _execute(line: Line, plan: Plan, live: Live | None, num_workers: int, progre
         recorded = _fingerprint(line, plan) or plan.base.fingerprint
         return Restored(state, plan, not frames or frames[-1].footer.audit_complete, recorded)
     finally:
+        if state is not None:
+            state.close()
         for reader in readers:
             reader.close()
 
@@ -172,25 +177,53 @@ def check_chain(frames: Sequence[StoredFrame]) -> None:
 
 def load_base(plan: Plan, num_workers: int) -> State:
     """S(base step), read and verified by all workers."""
-    manifest = plan.base
-    reader = bases.BaseReader(plan.base_folder, manifest)
+    state = begin_base(plan, num_workers)
     try:
-        flats = [reader.new_tensor(t) for t in manifest.tensors]
-        pieces = [
-            (stored, i, flat)
-            for stored, flat in zip(manifest.tensors, flats, strict=True)
-            for i in range(max(1, -(-flat.numel() // PIECE_ELEMENTS)))
-        ]
-        with ThreadPoolExecutor(max(2, num_workers), "everstep-base") as pool:
-            for done in [pool.submit(reader.read_piece, *piece) for piece in pieces]:
-                done.result()
+        state.need_all()
     finally:
+        state.close()
+    return state
+
+
+def begin_base(plan: Plan, num_workers: int) -> State:
+    """S(base step) whose tensors get their values when they are needed. The caller closes it."""
+    reader = bases.BaseReader(plan.base_folder, plan.base)
+    loading = reader.load()
+    tensors = []
+    try:
+        for index, (stored, flat) in enumerate(zip(plan.base.tensors, loading.tensors, strict=True)):
+            if stored.strides is not None:
+                loading.need(index)  # it is copied here
+            tensors.append(with_strides(flat, stored.shape, stored.strides))
+        state = state_of(plan.base, tensors)
+    except BaseException:
         reader.close()
-    tensors = [
-        with_strides(flat, stored.shape, stored.strides)
-        for stored, flat in zip(manifest.tensors, flats, strict=True)
-    ]
-    return state_of(manifest, tensors)
+        raise
+    state.loading = _Loading(reader, loading, {id(t): i for i, t in enumerate(tensors)}, num_workers)
+    return state
+
+
+class _Loading:
+    """A base's values on their way into a state (a fold.Loading)."""
+
+    def __init__(
+        self, reader: bases.BaseReader, loading: bases.Loading, index_of: dict[int, int], num_workers: int
+    ) -> None:
+        self._reader = reader
+        self._loading = loading
+        self._index_of = index_of
+        self._num_workers = num_workers
+
+    def need(self, tensor: torch.Tensor) -> None:
+        index = self._index_of.get(id(tensor))
+        if index is not None:
+            self._loading.need(index)
+
+    def need_all(self) -> None:
+        self._loading.need_all(self._num_workers)
+
+    def close(self) -> None:
+        self._reader.close()
 
 
 def state_of(manifest: Manifest, tensors: list[torch.Tensor]) -> State:

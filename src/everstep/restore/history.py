@@ -27,7 +27,7 @@ from everstep.restore.execute import (
     restore,
 )
 from everstep.restore.plan import Line, Plan, describe_steps, line_of
-from everstep.store.bases import BaseReader
+from everstep.store.bases import check_base
 from everstep.store.runs import RunPath, read_listing
 
 Step = int | Literal["latest"]
@@ -123,7 +123,7 @@ class History:
         for step, (manifest, folder) in sorted(line.bases.items()):
             report.num_bases += 1
             report.num_bytes += sum(manifest.files.values())
-            _checked(report, lambda m=manifest, f=folder: _verify_base(f, m))  # type: ignore[misc]
+            _checked(report, lambda m=manifest, f=folder: check_base(f, m))  # type: ignore[misc]
             if manifest.step != step:
                 report.problems.append(f"{folder} says that it is step {manifest.step}")
         entries = [line.frames[n] for n in sorted(line.frames)]
@@ -160,17 +160,6 @@ def _checked(report: Report, work: Callable[[], None]) -> None:
         work()
     except (CorruptionError, AuditError) as e:
         report.problems.append(str(e))
-
-
-def _verify_base(folder: str, manifest: Any) -> None:
-    reader = BaseReader(folder, manifest)
-    try:
-        for stored in manifest.tensors:
-            flat = reader.new_tensor(stored)
-            for i in range(len(stored.sums)):
-                reader.read_piece(stored, i, flat)
-    finally:
-        reader.close()
 
 
 def _verify_frame(line: Line, entry: Any) -> None:

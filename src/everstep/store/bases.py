@@ -10,8 +10,11 @@ import base64
 import contextlib
 import json
 import os
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -22,11 +25,12 @@ from everstep.atoms import PIECE_ELEMENTS
 from everstep.errors import CorruptionError
 from everstep.format import documents
 from everstep.format.documents import Manifest, StoredTensor
-from everstep.memory import Bytes, dtype_name, dtype_named, plain, view_bytes
+from everstep.memory import Bytes, Scratch, dtype_name, dtype_named, new_pages, plain, typed, view_bytes
 from everstep.store import files
 
 MANIFEST = "manifest.json"
 RANK_FILE = "rank-00000.safetensors"
+_READ_BYTES = 4 << 20
 _SAFETENSORS = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
     "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL", "uint16": "U16", "uint32": "U32", "uint64": "U64",
@@ -39,11 +43,11 @@ def piece_sum(data: Bytes, uid: int, start: int) -> int:
     return xxhash.xxh3_64_intdigest(data, (uid + start) & 0xFFFFFFFFFFFFFFFF)
 
 
-def piece_sums(data: Bytes, uid: int, itemsize: int, piece_elements: int = PIECE_ELEMENTS) -> tuple[int, ...]:
+def piece_sums(data: Bytes, uid: int, itemsize: int, first_element: int = 0) -> tuple[int, ...]:
     """piece_sum of every piece; one for an empty tensor."""
-    step = piece_elements * itemsize
+    step = PIECE_ELEMENTS * itemsize
     return tuple(
-        piece_sum(data[i : i + step], uid, i // itemsize) for i in range(0, max(len(data), 1), step)
+        piece_sum(data[i : i + step], uid, first_element + i // itemsize) for i in range(0, max(len(data), 1), step)
     )
 
 
@@ -76,8 +80,8 @@ class BaseWriter:
     def __init__(self, bases: str, step: int, slots: Sequence[Slot], *, direct: bool) -> None:
         self.folder = base_folder(bases, step)
         self._temporary = f"{self.folder}.{os.getpid()}.tmp"
-        # Large element sizes first: then every tensor is aligned although safetensors allows no holes.
-        order = sorted(range(len(slots)), key=lambda i: -slots[i].dtype.itemsize)
+        # Multiples of 64 bytes first, then large element sizes: then all are aligned though safetensors allows no holes.
+        order = sorted(range(len(slots)), key=lambda i: (slots[i].num_bytes % 64 != 0, -slots[i].dtype.itemsize))
         self.order = order
         """Indices into slots in the order in which add() wants them."""
         self._slots = slots
@@ -189,6 +193,67 @@ def cursor_of(manifest: Manifest) -> bytes:
     return base64.b64decode(manifest.cursor)
 
 
+class _Chunk:
+    """Blocks of the file and their place in memory. Each is read once: memory may be changed as soon as it is filled."""
+
+    def __init__(self, offset: int, memory: Bytes) -> None:
+        self.offset = offset
+        self.memory = memory
+        self.lock = threading.Lock()
+        self.is_read = False
+
+
+class Loading:
+    """A base on its way into memory: every tensor has its memory, which is filled when it is needed. Any thread."""
+
+    def __init__(self, reader: files.Reader, manifest: Manifest, damaged: Callable[[StoredTensor], Exception]) -> None:
+        self._reader = reader
+        self._damaged = damaged
+        self._stored = manifest.tensors
+        self._chunks: list[list[_Chunk]] = [[] for _ in self._stored]
+        self._bytes: list[Bytes] = [np.empty(0, np.uint8)] * len(self._stored)
+        self._locks = [threading.Lock() for _ in self._stored]
+        self._is_ready = [False] * len(self._stored)
+        order = sorted(range(len(self._stored)), key=lambda i: self._stored[i].offset)
+        # Parameters and optimizer state in memory of their own: whoever keeps only the ones does not hold the others.
+        for _, group in groupby(order, lambda i: self._stored[i].role in ("param", "buffer")):
+            self._place(list(group))
+        self.tensors = [typed(raw, dtype_named(t.dtype)) for raw, t in zip(self._bytes, self._stored, strict=True)]
+        """Flat logical elements."""
+
+    def _place(self, indices: list[int]) -> None:
+        origin = self._stored[indices[0]].offset // files.BLOCK * files.BLOCK
+        end = max(self._stored[i].offset + self._stored[i].num_bytes for i in indices)
+        memory = new_pages(-(-(end - origin) // files.BLOCK) * files.BLOCK)
+        chunks = [_Chunk(origin + at, memory[at : at + _READ_BYTES]) for at in range(0, len(memory), _READ_BYTES)]
+        for i in indices:
+            start = self._stored[i].offset - origin
+            stop = start + self._stored[i].num_bytes
+            self._bytes[i] = memory[start:stop]
+            self._chunks[i] = chunks[start // _READ_BYTES : -(-stop // _READ_BYTES)]
+
+    def need(self, index: int) -> None:
+        """Return when this tensor has been read and verified."""
+        if self._is_ready[index]:
+            return
+        for chunk in self._chunks[index]:
+            with chunk.lock:
+                if not chunk.is_read:
+                    self._reader.read_direct(chunk.memory, chunk.offset, len(chunk.memory))
+                    chunk.is_read = True
+        with self._locks[index]:
+            if not self._is_ready[index]:
+                stored = self._stored[index]
+                if piece_sums(self._bytes[index], stored.uid, dtype_named(stored.dtype).itemsize) != stored.sums:
+                    raise self._damaged(stored)
+                self._is_ready[index] = True
+
+    def need_all(self, num_workers: int) -> None:
+        """Return when every tensor has been."""
+        with ThreadPoolExecutor(max(2, num_workers), "everstep-base") as pool:
+            list(pool.map(self.need, range(len(self._stored))))
+
+
 class BaseReader:
     """An open base. Removal by retention does not pull it away."""
 
@@ -202,29 +267,40 @@ class BaseReader:
             raise CorruptionError(f"{path} is missing, though the base's manifest is there") from None
         self.path = path
 
-    def new_tensor(self, stored: StoredTensor) -> torch.Tensor:
-        """Memory for a stored tensor: flat logical elements."""
-        return torch.empty(stored.num_bytes // dtype_named(stored.dtype).itemsize, dtype=dtype_named(stored.dtype))
+    def load(self) -> Loading:
+        """Its tensors, to be read straight into their memory when they are needed."""
+        return Loading(self._reader, self.manifest, self._damaged)
 
-    def read_piece(self, stored: StoredTensor, index: int, flat: torch.Tensor, scratch: Bytes | None = None) -> None:
-        """Fill piece `index` of `flat` and verify it. `scratch`: as in files.Reader.read_direct."""
-        step = PIECE_ELEMENTS * flat.element_size()
-        whole = view_bytes(flat)
-        piece = whole[index * step : (index + 1) * step]
-        offset = stored.offset + index * step
-        if scratch is None:
-            got = self._reader.read_into(piece, offset)
-        else:
-            read = self._reader.read_direct(scratch, offset, len(piece))
-            got = len(read)
-            if got == len(piece):
-                np.copyto(piece, read)
-        if got != len(piece) or piece_sum(piece, stored.uid, index * PIECE_ELEMENTS) != stored.sums[index]:
-            error = CorruptionError(
-                f"step {self.manifest.step} is damaged: {stored.key} in {self.path} does not fit its checksum."
-            )
-            error.step, error.in_base = self.manifest.step, True
-            raise error
+    def check(self) -> None:
+        """Read everything and verify it."""
+        scratch = Scratch()
+        for stored in self.manifest.tensors:
+            itemsize = dtype_named(stored.dtype).itemsize
+            step = _READ_BYTES // (PIECE_ELEMENTS * itemsize) * PIECE_ELEMENTS * itemsize or PIECE_ELEMENTS * itemsize
+            found: list[int] = []
+            for start in range(0, max(stored.num_bytes, 1), step):
+                scratch.reset()
+                wanted = min(step, stored.num_bytes - start)
+                data = self._reader.read_direct(scratch.take(wanted), stored.offset + start, wanted)
+                found += piece_sums(data, stored.uid, itemsize, start // itemsize)
+            if tuple(found) != stored.sums:
+                raise self._damaged(stored)
+
+    def _damaged(self, stored: StoredTensor) -> CorruptionError:
+        error = CorruptionError(
+            f"step {self.manifest.step} is damaged: {stored.key} in {self.path} does not fit its checksum."
+        )
+        error.step, error.in_base = self.manifest.step, True
+        return error
 
     def close(self) -> None:
         self._reader.close()
+
+
+def check_base(folder: str, manifest: Manifest) -> None:
+    """Read a base back and verify every piece."""
+    reader = BaseReader(folder, manifest)
+    try:
+        reader.check()
+    finally:
+        reader.close()

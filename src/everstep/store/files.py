@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from everstep.errors import StorageError
-from everstep.memory import Bytes
+from everstep.memory import Bytes, new_pages
 
 BLOCK = 4096
 _STAGING_BYTES = 8 << 20
@@ -124,8 +124,7 @@ class Appender:
         self._written = 0
 
     def _stage(self, num_bytes: int) -> None:
-        # Anonymous maps are page-aligned, as O_DIRECT wants. The pages are unmapped when the last view dies.
-        self._staging: Bytes = np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)
+        self._staging: Bytes = new_pages(num_bytes)
 
     @property
     def offset(self) -> int:

@@ -19,12 +19,14 @@ from everstep.errors import CorruptionError
 from everstep.format import records
 from everstep.format.records import BLOCK, CURSOR, DATA, END, FOOTER, HEADER_BYTES, SEGMENT, Header, aligned
 from everstep.format.segment import SegmentEnd, SegmentHeader, file_name
-from everstep.frame import Footer, Op, TensorRef, audit_entries
-from everstep.memory import Bytes, Scratch, dtype_of
+from everstep.frame import Footer, Op, TensorRef, Wanted, audit_entries
+from everstep.memory import Bytes, Scratch, dtype_of, typed
 from everstep.store import files
 
 _MAX_META_BYTES = 1 << 30
 _MAX_SEGMENT_FRAMES = 1024
+_READ_BYTES = 4 << 20
+"""Records that follow each other are read together up to about this size."""
 
 
 class LogWriter:
@@ -419,25 +421,46 @@ class StoredFrame:
         """The encoded cursor of this step."""
         return self._raw(len(self.headers) - 1, CURSOR).tobytes()
 
-    def _raw(self, ordinal: int, type_: int = DATA, scratch: Scratch | None = None) -> Bytes:
+    def _raw(self, ordinal: int, type_: int = DATA) -> Bytes:
         """Decoded payload of one record, verified."""
-        try:
-            header, offset = self.headers[ordinal], self._offsets[ordinal]
-        except IndexError:
-            raise self._damaged("a reference to a record") from None
-        if header.type != type_:
+        return self._load([ordinal], Scratch(), type_)[ordinal]
+
+    def _load(self, ordinals: Sequence[int], scratch: Scratch, type_: int = DATA) -> dict[int, Bytes]:
+        """Decoded payloads of records (ascending), verified; records that follow each other are read at once."""
+        found: dict[int, Bytes] = {}
+        i = 0
+        while i < len(ordinals):
+            first, stop = self._range(ordinals[i], type_)
+            j = i + 1
+            while j < len(ordinals) and ordinals[j] == ordinals[j - 1] + 1 and stop - first < _READ_BYTES:
+                stop = self._range(ordinals[j], type_)[1]
+                j += 1
+            data = self._reader.read_direct(scratch.take(stop - first), first, stop - first)
+            for ordinal in ordinals[i:j]:
+                start, end = self._range(ordinal, type_)
+                found[ordinal] = self._payload(ordinal, data[start - first : end - first], scratch)
+            i = j
+        return found
+
+    def _range(self, ordinal: int, type_: int) -> tuple[int, int]:
+        """The bytes of the file that are the payload of this record."""
+        if ordinal >= len(self.headers) or self.headers[ordinal].type != type_:
             raise self._damaged("a reference to a record")
-        memory = (scratch or Scratch()).take(header.stored_bytes)
-        stored = self._reader.read_direct(memory, offset + HEADER_BYTES, header.stored_bytes)
+        first = self._offsets[ordinal] + HEADER_BYTES
+        return first, first + self.headers[ordinal].stored_bytes
+
+    def _payload(self, ordinal: int, stored: Bytes, scratch: Scratch) -> Bytes:
+        """Verified and decoded."""
+        header = self.headers[ordinal]
         if (
             len(stored) != header.stored_bytes
-            or records.payload_sum(stored, records.at(self._seed, offset)) != header.payload_sum
+            or records.payload_sum(stored, records.at(self._seed, self._offsets[ordinal])) != header.payload_sum
         ):
             raise self._damaged(f"record {ordinal}")
         if header.codec == codec.RAW:
             return stored
         itemsize = dtype_of(header.dtype).itemsize if header.dtype else 1
-        out = (scratch or Scratch()).take(header.raw_bytes)[: header.raw_bytes]
+        out = scratch.take(header.raw_bytes)[: header.raw_bytes]
         codec.decode(header.codec, header.codec_version, stored, itemsize, out)
         return out
 
@@ -449,46 +472,44 @@ class StoredFrame:
                 raise self._damaged(f"the header of record {ordinal}")
             self._raw(ordinal, header.type)
 
-    def read(
-        self, wanted: Sequence[tuple[TensorRef, int, int]], scratch: Scratch | None = None
-    ) -> list[torch.Tensor]:
+    def read(self, wanted: Sequence[Wanted], scratch: Scratch | None = None) -> list[torch.Tensor]:
         """Logical elements [start, stop) of tensors in this frame, each as a 1-D tensor of its dtype."""
-        shared: dict[int, Bytes] = {}
-        return [self._elements(ref, start, stop, shared, scratch) for ref, start, stop in wanted]
+        scratch = scratch or Scratch()
+        parts = [self._parts(*w) for w in wanted]
+        raws = self._load(sorted({ordinal for p in parts for ordinal, _, _ in p}), scratch)
+        return [
+            self._elements(ref, stop - start, p, raws) for (ref, start, stop), p in zip(wanted, parts, strict=True)
+        ]
+
+    def _parts(self, ref: TensorRef, start: int, stop: int) -> list[tuple[int, int, int]]:
+        """(ordinal, first byte, elements) of the pieces that hold elements [start, stop)."""
+        size = dtype_of(ref.dtype).itemsize
+        found = []
+        position = 0
+        for ordinal in range(ref.first, ref.first + ref.num_pieces if stop > start else ref.first):
+            if ordinal >= len(self.headers):
+                raise self._damaged("a reference to a record")
+            count = ref.numel if self.headers[ordinal].uid == 0 else self.headers[ordinal].count
+            low, high = max(start, position), min(stop, position + count)
+            if low < high:
+                found.append((ordinal, ref.offset + (low - position) * size, high - low))
+            position += count
+        return found
 
     def _elements(
-        self, ref: TensorRef, start: int, stop: int, shared: dict[int, Bytes], scratch: Scratch | None
+        self, ref: TensorRef, count: int, parts: list[tuple[int, int, int]], raws: dict[int, Bytes]
     ) -> torch.Tensor:
         dtype = dtype_of(ref.dtype)
         size = dtype.itemsize
-        if stop <= start:
-            return torch.empty(0, dtype=dtype)
-        parts = []
-        position = 0
-        for ordinal in range(ref.first, ref.first + ref.num_pieces):
-            if ordinal >= len(self.headers):
-                raise self._damaged("a reference to a record")
-            packed = self.headers[ordinal].uid == 0
-            count = ref.numel if packed else self.headers[ordinal].count
-            low, high = max(start, position), min(stop, position + count)
-            if low < high:
-                if packed:
-                    raw = shared.get(ordinal)
-                    if raw is None:
-                        raw = shared[ordinal] = self._raw(ordinal, DATA, scratch)
-                else:
-                    raw = self._raw(ordinal, DATA, scratch)
-                first = ref.offset + (low - position) * size
-                parts.append(self._typed(raw[first : first + (high - low) * size], dtype, high - low))
-            position += count
-        if sum(p.numel() for p in parts) != stop - start:
+        found = [self._typed(raws[ordinal][first : first + n * size], dtype, n) for ordinal, first, n in parts]
+        if sum(n for _, _, n in parts) != max(count, 0):
             raise self._damaged("a reference to a tensor")
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        if not found:
+            return torch.empty(0, dtype=dtype)
+        return found[0] if len(found) == 1 else torch.cat(found)
 
     def _typed(self, raw: Bytes, dtype: torch.dtype, count: int) -> torch.Tensor:
         if len(raw) != count * dtype.itemsize:
             raise self._damaged("the length of a tensor")
-        if raw.ctypes.data % dtype.itemsize:
-            raw = raw.copy()
-        return torch.from_numpy(raw).view(dtype)
+        return typed(raw, dtype)
 

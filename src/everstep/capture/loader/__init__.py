@@ -1,0 +1,83 @@
+"""The data position: which batches of a pass over a loader were delivered, and how to get back there.
+
+Three kinds of loader, told apart by what they offer; each has a module:
+
+    asked       has state_dict and load_state_dict (torchdata's StatefulDataLoader): its own state is kept
+    map         a DataLoader over a map-style dataset: its sampler runs again and skips indices, and no
+                skipped sample is loaded
+    consumed    anything else that can be iterated: it is started again, and what was delivered is dropped
+
+A sampler runs again with the random numbers it had. Two moments count, because a sampler may draw at either:
+when its `__iter__` was called, and when its first index was asked for. Samplers that are not torch's own are
+also watched for later draws from the global generators, which are recorded with their position. Generators that
+belong to the loader, its samplers or its dataset are recorded at every position.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from everstep.capture.loader.anatomy import kind_of, name_of, shape_of, tell_epoch, workers_persist
+from everstep.capture.loader.asked import AskedPass
+from everstep.capture.loader.consumed import ConsumedPass
+from everstep.capture.loader.generators import State, own_generators, set_states_of, states_of
+from everstep.capture.loader.mapped import MapPass, seeds_of_running_workers, set_seeds_of_earlier_workers
+from everstep.capture.loader.passes import Pass
+from everstep.errors import CursorError
+
+__all__ = ["Pass", "generator_states", "open_pass", "set_generator_states"]
+
+_KINDS: dict[str, type[Pass]] = {kind.kind: kind for kind in (AskedPass, MapPass, ConsumedPass)}
+
+
+def open_pass(loader: Any, *, epoch: int, state: State | None) -> Pass:
+    """Start a pass over the loader, or put one where `Pass.state()` was taken, in this or another process.
+
+    Without a state, random numbers are drawn exactly as `iter(loader)` draws them. With one, all that positioning
+    draws is drawn in here and leaves the global generators in no particular state: the caller sets them to their
+    recorded values afterwards, before the first `next`. `set_epoch(epoch)` is called where the loader has one.
+    """
+    tell_epoch(loader, epoch)
+    kind = kind_of(loader)
+    shape = shape_of(loader, kind)
+    if state is not None:
+        _check_fits(loader, kind, shape, state)
+    return _KINDS[kind].open(loader, shape, state)
+
+
+def generator_states(loader: Any) -> list[Tensor]:
+    """The states of the generators that the loader, its samplers and its dataset own: the state between passes.
+
+    Before a pass has started there is no position to record, but a loader made with `generator=g`, or a sampler
+    with a generator of its own, has a state that decides the next pass. A loader whose persistent workers are
+    running gives one tensor more: what their seeds were drawn from, because such a loader draws none again. That is
+    so for map-style loaders; of others with persistent workers keep the `Pass.state()` of the pass that ended.
+    """
+    states = states_of(own_generators(loader))
+    seeds = seeds_of_running_workers(loader)
+    if seeds is not None:
+        states.append(seeds)
+    return states
+
+
+def set_generator_states(loader: Any, states: list[Tensor]) -> None:
+    """Give the loader's generators the states that `generator_states` returned for such a loader."""
+    own = own_generators(loader)
+    had_workers = workers_persist(loader) and len(states) == len(own) + 1
+    set_states_of(own, states[:-1] if had_workers else states)
+    if had_workers:
+        set_seeds_of_earlier_workers(loader, states[-1])
+
+
+def _check_fits(loader: Any, kind: str, shape: State, state: State) -> None:
+    was = {"kind": state["kind"], **state["pass"]["loader"]}
+    now = {"kind": kind, **shape}
+    differences = [f"{n} was {was.get(n)!r}, is {now.get(n)!r}" for n in was | now if was.get(n) != now.get(n)]
+    if differences:
+        raise CursorError(
+            f"the recorded data position, after {state['delivered']} batches of a pass, does not fit this "
+            f"{name_of(loader)}: {'; '.join(differences)}. Build the loader as it was when the step was committed; "
+            "to train on with other data, load the weights into a new run"
+        )
