@@ -169,6 +169,7 @@ class Compactor:
         writer = BaseWriter(self._path.bases(self._timeline), state.step, slots, direct=direct)
         for index in writer.order:
             writer.add(tensors[index])
+        self._sync_log()
         manifest = writer.finish(
             run=self._path.read_run().run, timeline=self._timeline, generation=self._generation, step=state.step,
             layout=state.layout, cursor=state.cursor, audit="folded", fingerprint=self._fingerprint, **fields,
@@ -176,6 +177,14 @@ class Compactor:
         check_base(base_folder(self._path.bases(self._timeline), state.step), manifest)
         self._base = manifest
         return manifest
+
+    def _sync_log(self) -> None:
+        """With durability="os" the log may be in memory only: a base must not outlive the steps before it."""
+        assert self._line is not None
+        for segment in self._line.segments.values():
+            if segment.generation == self._generation and segment.end is None and os.path.exists(segment.path):
+                files.sync_file(segment.path)
+        files.sync_dir(self._path.log(self._timeline))
 
 
 def describe(state: State) -> tuple[list[Slot], list[torch.Tensor], dict[str, Any]]:
