@@ -242,6 +242,35 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=False)
 
+    def hook_of_others_after_ours(self) -> None:
+        """A hook that is new at every step runs between ours and the step, and changes what is consumed."""
+
+        def scale(optimizer: Any, args: Any, kwargs: Any) -> None:
+            for p in self.params:
+                p.grad.mul_(0.5)
+
+        self.backward()
+        handle = self.optimizer.register_step_pre_hook(scale)
+        self.optimizer.step()
+        handle.remove()
+        self.optimizer.zero_grad()
+
+    def step_that_raises(self) -> None:
+        """The first attempt fails after our hook; other gradients are consumed by the second."""
+
+        def fail(optimizer: Any, args: Any, kwargs: Any) -> None:
+            raise RuntimeError("not now")
+
+        self.backward()
+        handle = self.optimizer.register_step_pre_hook(fail)
+        with pytest.raises(RuntimeError, match="not now"):
+            self.optimizer.step()
+        handle.remove()
+        self.optimizer.zero_grad()
+        self.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
     def swaps_gradients(self) -> None:
         """Two sets of memory that take turns."""
         if not self.kept:
@@ -300,6 +329,38 @@ def test_gradients_of_a_fused_optimizer_are_logged_as_consumed(pattern: str, tmp
     truth = train(tmp_path / "run", adamw_fused, pattern, clean=CLEAN)
     check_history(tmp_path / "run", truth)
     check_resume(tmp_path / "run", adamw_fused, truth, STEPS)
+
+
+class Moody(torch.optim.SGD):
+    """From some step on it writes into the gradients that it consumes."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            if group.get("moody"):
+                for p in group["params"]:
+                    p.grad.mul_(0.5)
+        return super().step(closure)
+
+
+def test_an_optimizer_that_begins_to_write_into_gradients_is_noticed(tmp_path: Any) -> None:
+    """Gradients are handed over before the step: here the writer reads them when the step has changed them."""
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = mlp()
+        return model, Moody(model.parameters(), lr=0.05, momentum=0.9)
+
+    model, optimizer = build()
+    trainer = Trainer(model, optimizer)
+    run = everstep.attach(model, optimizer, tmp_path / "run", quiet=True, follower=False)
+    truth = Truth(run, model, optimizer)
+    truth.resume()
+    with slow():
+        for t in range(STEPS):
+            optimizer.param_groups[0]["moody"] = t >= CLEAN
+            trainer.released()
+            truth.commit()
+    crash(run)
+    check_resume(tmp_path / "run", build, truth, STEPS)
 
 
 def test_gradients_that_are_let_go_are_not_copied(tmp_path: Any) -> None:

@@ -19,7 +19,8 @@ import torch
 from torch import nn
 
 import everstep
-from everstep.follow.compact import Compactor
+from everstep.follow.compact import Compactor, describe
+from everstep.store.bases import BaseWriter, base_folder, read_manifest
 from everstep.store.runs import RunPath, read_listing
 from truth import Truth, check_history, check_resume, crash
 
@@ -340,3 +341,46 @@ def test_a_superseded_follower_writes_nothing(tmp_path: Path) -> None:
         compactor.write_base(direct=False)
     assert set(manifests(tmp_path / "run")) == before
     assert max(truth.states) == 10
+
+
+def test_the_trainer_and_the_follower_may_take_a_base_of_one_step_at_once(tmp_path: Path) -> None:
+    """Each builds its own beside the name; who is second finds the other's and drops its own."""
+    model, optimizer = build()
+    run = everstep.attach(model, optimizer, tmp_path / "run", quiet=True, follower=False, base_interval=10**6)
+    truth = Truth(run, model, optimizer)
+    truth.resume()
+    for _ in range(5):
+        step(model, optimizer)
+        truth.commit()
+    run.flush()
+    path = RunPath(str(tmp_path / "run"))
+    compactor = Compactor(path, 1, 1)
+    compactor.advance(5)
+    slots, tensors, fields = describe(compactor._state)
+    first, second = (BaseWriter(path.bases(1), 5, slots, direct=False) for _ in range(2))
+    for writer in (first, second):
+        for index in writer.order:
+            writer.add(tensors[index])
+    common = {
+        "run": path.read_run().run, "timeline": 1, "generation": 1, "step": 5, "layout": compactor._state.layout,
+        "cursor": compactor._state.cursor, "audit": "folded", "fingerprint": {}, **fields,
+    }  # fmt: skip
+    mine, theirs = first.finish(**common), second.finish(**common)
+    assert theirs == read_manifest(base_folder(path.bases(1), 5)) == mine
+    assert sorted(os.listdir(path.bases(1))) == ["000000000000", "000000000005"]
+    assert compactor.write_base(direct=False).step == 5
+    crash(run)
+    check_history(tmp_path / "run", truth)
+
+
+def test_a_follower_that_is_asked_for_a_step_that_has_a_base_answers_with_it(tmp_path: Path) -> None:
+    model, optimizer = build()
+    with everstep.attach(model, optimizer, tmp_path / "run", quiet=True, follower=False) as run:
+        run.resume()
+        for _ in range(3):
+            step(model, optimizer)
+            run.commit()
+    compactor = Compactor(RunPath(str(tmp_path / "run")), 1, 1)
+    compactor.advance(3)
+    assert compactor.write_base(direct=False).step == 3
+    assert not compactor.complete, "nothing was folded, so nothing was proven"

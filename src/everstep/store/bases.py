@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import itertools
 import json
 import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,7 @@ from everstep.store import files
 MANIFEST = "manifest.json"
 RANK_FILE = "rank-00000.safetensors"
 _READ_BYTES = 4 << 20
+_numbers = itertools.count()
 _SAFETENSORS = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
     "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL", "uint16": "U16", "uint32": "U32", "uint64": "U64",
@@ -79,14 +80,13 @@ class BaseWriter:
 
     def __init__(self, bases: str, step: int, slots: Sequence[Slot], *, direct: bool) -> None:
         self.folder = base_folder(bases, step)
-        self._temporary = f"{self.folder}.{os.getpid()}.tmp"
+        self._temporary = f"{self.folder}.{os.getpid()}-{next(_numbers)}.tmp"
         # Multiples of 64 bytes first, then large element sizes: then all are aligned though safetensors allows no holes.
         order = sorted(range(len(slots)), key=lambda i: (slots[i].num_bytes % 64 != 0, -slots[i].dtype.itemsize))
         self.order = order
         """Indices into slots in the order in which add() wants them."""
         self._slots = slots
         self._next = 0
-        files.remove_dir(self._temporary)  # of an earlier attempt
         files.make_dir(self._temporary)
         header, offsets = _header([slots[i] for i in order])
         self._stored: list[StoredTensor | None] = [None] * len(slots)
@@ -216,7 +216,7 @@ class Loading:
         self._is_ready = [False] * len(self._stored)
         order = sorted(range(len(self._stored)), key=lambda i: self._stored[i].offset)
         # Parameters and optimizer state in memory of their own: whoever keeps only the ones does not hold the others.
-        for _, group in groupby(order, lambda i: self._stored[i].role in ("param", "buffer")):
+        for _, group in itertools.groupby(order, lambda i: self._stored[i].role in ("param", "buffer")):
             self._place(list(group))
         self.tensors = [typed(raw, dtype_named(t.dtype)) for raw, t in zip(self._bytes, self._stored, strict=True)]
         """Flat logical elements."""
