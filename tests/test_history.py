@@ -372,3 +372,23 @@ def test_a_run_can_be_moved_and_copied(tmp_path: Any) -> None:
     truth.update(train(tmp_path / "moved", 2, seed=1).states)
     check_history(tmp_path / "moved", truth)
     check_history(tmp_path / "copy", {n: truth[n] for n in range(5)})
+
+
+def test_what_comes_back_lies_in_memory_as_torch_would_have_put_it(tmp_path: Any) -> None:
+    """Some kernels give other bits where memory is not aligned, and an optimizer may use any of them."""
+    model = nn.Sequential(nn.Linear(7, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    with everstep.attach(model, optimizer, tmp_path / "run", quiet=True, follower=False) as run:
+        run.resume()
+        for _ in range(4):
+            model(torch.randn(4, 7)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            run.commit()
+    history = everstep.open(tmp_path / "run")
+    for n in (0, 3, 4):
+        state = history.state(n)
+        found = [*state["model"].values(), *(v for s in state["optimizer"]["state"].values() for v in s.values())]
+        assert all(t.data_ptr() % 64 == 0 for t in found)
+    expected = model.state_dict()
+    assert all(torch.equal(state["model"][k], v) for k, v in expected.items())

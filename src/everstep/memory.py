@@ -20,6 +20,7 @@ from everstep.errors import CorruptionError
 
 Bytes = npt.NDArray[np.uint8]
 _PAGE = 4096
+ALIGNMENT = 64
 
 if sys.byteorder != "little":  # pragma: no cover - no such machine is supported by torch wheels
     raise ImportError("everstep stores little-endian bytes and runs on little-endian machines only")
@@ -86,11 +87,18 @@ def view_bytes(tensor: torch.Tensor, *, keep_alive: bool = True) -> Bytes:
     return np.frombuffer(memory, np.uint8)
 
 
+def is_aligned(raw: Bytes) -> bool:
+    """Whether these bytes begin where torch would have put them: some kernels give other bits elsewhere."""
+    return bool(raw.ctypes.data % ALIGNMENT == 0)
+
+
 def typed(raw: Bytes, dtype: torch.dtype) -> torch.Tensor:
-    """Bytes as a 1-D tensor, uncopied where they are aligned."""
-    if raw.ctypes.data % dtype.itemsize:
-        raw = raw.copy()
-    return torch.from_numpy(raw).view(dtype)
+    """Bytes as a 1-D tensor; uncopied if they are aligned."""
+    if is_aligned(raw):
+        return torch.from_numpy(raw).view(dtype)
+    tensor = torch.empty(len(raw) // dtype.itemsize, dtype=dtype)
+    view_bytes(tensor)[:] = raw
+    return tensor
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:

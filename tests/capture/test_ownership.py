@@ -363,6 +363,38 @@ def test_an_optimizer_that_begins_to_write_into_gradients_is_noticed(tmp_path: A
     check_resume(tmp_path / "run", build, truth, STEPS)
 
 
+class Remembering(torch.optim.Optimizer):
+    """Keeps the last gradient itself, not a copy: it is its own after zero_grad(set_to_none=True)."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                p.add_(p.grad + 0.5 * state.get("previous", torch.zeros_like(p)), alpha=-group["lr"])
+                state["previous"] = p.grad
+
+
+def test_an_optimizer_that_keeps_gradients_is_replayed_with_memory_of_its_own(tmp_path: Any) -> None:
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = mlp()
+        return model, Remembering(model.parameters())
+
+    model, optimizer = build()
+    trainer = Trainer(model, optimizer)
+    run = everstep.attach(model, optimizer, tmp_path / "run", quiet=True, follower=False)
+    truth = Truth(run, model, optimizer)
+    truth.resume()
+    for _ in range(STEPS):
+        trainer.released()
+        truth.commit()
+    crash(run)
+    check_resume(tmp_path / "run", build, truth, STEPS)
+
+
 def test_gradients_that_are_let_go_are_not_copied(tmp_path: Any) -> None:
     model, optimizer = sgd()
     trainer = Trainer(model, optimizer)

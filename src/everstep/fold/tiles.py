@@ -18,14 +18,15 @@ from everstep.memory import Scratch, with_strides
 
 
 class Source:
-    """Reads for one unit at a time, into memory that is used again at the next read."""
+    """Reads for one unit at a time; with `scratch`, into memory that is used again at the next read."""
 
-    def __init__(self, frames: Sequence[FrameData]) -> None:
+    def __init__(self, frames: Sequence[FrameData], scratch: Scratch | None = None) -> None:
         self._frames = frames
-        self._scratch = Scratch()
+        self._scratch = scratch
 
     def get(self, frame: int, wanted: list[Wanted]) -> list[torch.Tensor]:
-        self._scratch.reset()
+        if self._scratch is not None:
+            self._scratch.reset()
         return self._frames[frame].read(wanted, self._scratch)
 
 
@@ -173,7 +174,7 @@ def run_units(
 
     def work() -> None:
         torch.set_num_threads(1)
-        source = Source(frames)
+        source = Source(frames, Scratch())
         try:
             while not failures:
                 with lock:

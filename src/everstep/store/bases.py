@@ -25,7 +25,7 @@ from everstep.atoms import PIECE_ELEMENTS
 from everstep.errors import CorruptionError
 from everstep.format import documents
 from everstep.format.documents import Manifest, StoredTensor
-from everstep.memory import Bytes, Scratch, dtype_name, dtype_named, new_pages, plain, typed, view_bytes
+from everstep.memory import Bytes, Scratch, dtype_name, dtype_named, is_aligned, new_pages, plain, typed, view_bytes
 from everstep.store import files
 
 MANIFEST = "manifest.json"
@@ -218,8 +218,10 @@ class Loading:
         # Parameters and optimizer state in memory of their own: whoever keeps only the ones does not hold the others.
         for _, group in itertools.groupby(order, lambda i: self._stored[i].role in ("param", "buffer")):
             self._place(list(group))
-        self.tensors = [typed(raw, dtype_named(t.dtype)) for raw, t in zip(self._bytes, self._stored, strict=True)]
-        """Flat logical elements."""
+        self.tensors = [
+            typed(raw, dtype_named(t.dtype)) for raw, t in zip(self._bytes, self._stored, strict=True)
+        ]
+        """Flat logical elements. Those that lie askew in the file have memory of their own, and are copied there."""
 
     def _place(self, indices: list[int]) -> None:
         origin = self._stored[indices[0]].offset // files.BLOCK * files.BLOCK
@@ -246,6 +248,8 @@ class Loading:
                 stored = self._stored[index]
                 if piece_sums(self._bytes[index], stored.uid, dtype_named(stored.dtype).itemsize) != stored.sums:
                     raise self._damaged(stored)
+                if not is_aligned(self._bytes[index]):
+                    view_bytes(self.tensors[index])[:] = self._bytes[index]
                 self._is_ready[index] = True
 
     def need_all(self, num_workers: int) -> None:
