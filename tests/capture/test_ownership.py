@@ -383,15 +383,7 @@ def test_an_optimizer_that_keeps_gradients_is_replayed_with_memory_of_its_own(tm
         model = mlp()
         return model, Remembering(model.parameters())
 
-    model, optimizer = build()
-    trainer = Trainer(model, optimizer)
-    run = everstep.attach(model, optimizer, tmp_path / "run", quiet=True, follower=False)
-    truth = Truth(run, model, optimizer)
-    truth.resume()
-    for _ in range(STEPS):
-        trainer.released()
-        truth.commit()
-    crash(run)
+    truth = train(tmp_path / "run", build, "released", clean=STEPS)
     check_resume(tmp_path / "run", build, truth, STEPS)
 
 

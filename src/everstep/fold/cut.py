@@ -144,11 +144,13 @@ class TilePlan:
 
 def _units(tiles: list[Tile], num_elements: int) -> Iterator[list[Tile]]:
     unit: list[Tile] = []
+    size = 0
     for tile in tiles:
         unit.append(tile)
-        if sum(t.stop - t.start for t in unit) >= num_elements:
+        size += tile.stop - tile.start
+        if size >= num_elements:
             yield unit
-            unit = []
+            unit, size = [], 0
     if unit:
         yield unit
 

@@ -107,12 +107,11 @@ def _execute(line: Line, plan: Plan, live: Live | None, num_workers: int, progre
     state: State | None = None
     try:
         state = begin_base(plan, num_workers)
-        if frames:
-            told = None if progress is None else (lambda done, total: progress("replay", done, total))
-            for threads, part in groupby(frames, lambda f: num_threads(line, f)):
-                Folder(
-                    find_layout=layout_finder(line), live=live, num_threads=threads, num_workers=num_workers, progress=told,
-                ).fold(state, list(part))  # fmt: skip
+        told = None if progress is None else (lambda done, total: progress("replay", done, total))
+        for threads, part in groupby(frames, lambda f: num_threads(line, f)):
+            Folder(
+                find_layout=layout_finder(line), live=live, num_threads=threads, num_workers=num_workers, progress=told,
+            ).fold(state, list(part))  # fmt: skip
         state.need_all()
         if frames:
             state.cursor = frames[-1].cursor()
