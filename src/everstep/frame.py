@@ -5,7 +5,7 @@ Tensor bytes are not in these structures; a TensorRef says which records of the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -161,4 +161,8 @@ class FrameData(Protocol):
 
         The caller owns them; with `scratch`, until it is reset.
         """
+        ...
+
+    def begin(self, wanted: Sequence[Wanted], scratch: Scratch) -> Callable[[], list[torch.Tensor]]:
+        """read() that goes on in the background where it can; the same thread calls the result."""
         ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -236,7 +237,10 @@ class _Follower:
         self._thread.join()
         return 0
 
-    def kill(self) -> None: ...
+    def kill(self) -> None:
+        """What it is doing goes on to its end (a thread cannot be killed); then it ends."""
+        with contextlib.suppress(OSError):
+            self.stdin.close()
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -36,12 +36,13 @@ class _MemoryFrame:
 
     def _ref(self, t: torch.Tensor) -> TensorRef:
         self._tensors.append(t)
-        return TensorRef(
-            CODE_BY_DTYPE[t.dtype], tuple(t.shape), len(self._tensors) - 1, 1, 0, strides_of(t)
-        )
+        return TensorRef(CODE_BY_DTYPE[t.dtype], tuple(t.shape), len(self._tensors) - 1, 1, 0, strides_of(t))
 
     def read(self, wanted: Sequence[Wanted], scratch: Scratch | None = None) -> list[torch.Tensor]:
         return [self._tensors[r.first].detach().reshape(-1)[start:stop].clone() for r, start, stop in wanted]
+
+    def begin(self, wanted: Sequence[Wanted], scratch: Scratch) -> Callable[[], list[torch.Tensor]]:
+        return lambda: self.read(wanted, scratch)
 
 
 class Trial:
@@ -50,9 +51,7 @@ class Trial:
     def __init__(self, name: str, optimizer: Optimizer, uids: list[int], groups: list[tuple[int, ...]]) -> None:
         self._name, self._optimizer, self._uids, self._groups = name, optimizer, uids, groups
         self._params = [p for g in optimizer.param_groups for p in g["params"]]
-        self._hyper = [
-            tree.pack({k: v for k, v in g.items() if k != "params"}, path=name) for g in optimizer.param_groups
-        ]
+        self._hyper = [tree.pack({k: v for k, v in g.items() if k != "params"}, path=name) for g in optimizer.param_groups]
         self._before = {u: _copy(p) for u, p in zip(uids, self._params, strict=True)}
         self._state: dict[int, Any] = {}
         for u, p in zip(uids, self._params, strict=True):

@@ -98,7 +98,8 @@ class Folder:
             state.need_all()
             with _threads(self._num_threads):
                 unit = Unit(state, name, tiles, self._build)
-                unit.run(plan, Source(frames))  # new memory for each: an optimizer of the user's may keep it
+                # New memory for each: an optimizer of the user's may keep it.
+                unit.run(plan, Source(frames, unit.reads(plan), fresh=True))
                 unit.join_state()
         units = [Unit(state, name, tiles, self._build) for name, tiles in plan.tiled]
         run_units(units, plan, frames, self._num_workers, self._progress)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,18 +17,54 @@ from everstep.fold.state import State
 from everstep.frame import FrameData, Op, SetTensor, Update, Wanted
 from everstep.memory import Scratch, with_strides
 
+READ_AHEAD = 4
+"""So many frames' parts are on their way while one is applied."""
+_Read = tuple[int, list[Wanted]]
+
 
 class Source:
-    """Reads for one unit at a time; with `scratch`, into memory that is used again at the next read."""
+    """What a row of units will read, in their order; with `ahead`, that many reads are under way before they are asked for.
 
-    def __init__(self, frames: Sequence[FrameData], scratch: Scratch | None = None) -> None:
+    What next() returns is overwritten by a later one, unless `fresh`.
+    """
+
+    def __init__(self, frames: Sequence[FrameData], reads: Iterator[_Read], *, ahead: int = 0, fresh: bool = False) -> None:
         self._frames = frames
-        self._scratch = scratch
+        self._reads = reads
+        self._ahead = ahead
+        self._pending: deque[Callable[[], list[torch.Tensor]]] = deque()
+        self._memory = None if fresh else itertools.cycle([Scratch() for _ in range(ahead + 1)])
 
-    def get(self, frame: int, wanted: list[Wanted]) -> list[torch.Tensor]:
-        if self._scratch is not None:
-            self._scratch.reset()
-        return self._frames[frame].read(wanted, self._scratch)
+    def more(self) -> bool:
+        """Whether anything is left to read."""
+        while len(self._pending) < max(self._ahead, 1):
+            read = next(self._reads, None)
+            if read is None:
+                break
+            self._pending.append(self._begin(*read))
+        return bool(self._pending)
+
+    def next(self) -> list[torch.Tensor]:
+        """The next of the reads."""
+        self.more()
+        found = self._pending.popleft()()
+        if self._ahead:
+            self.more()
+        return found
+
+    def _begin(self, frame: int, wanted: list[Wanted]) -> Callable[[], list[torch.Tensor]]:
+        if not wanted:
+            return list
+        if self._ahead:
+            return self._frames[frame].begin(wanted, self._scratch() or Scratch())
+        return lambda: self._frames[frame].read(wanted, self._scratch())
+
+    def _scratch(self) -> Scratch | None:
+        if self._memory is None:
+            return None
+        scratch = next(self._memory)
+        scratch.reset()
+        return scratch
 
 
 class Unit:
@@ -43,38 +80,42 @@ class Unit:
         self._by_uid = {t.uid: i for i, t in enumerate(tiles)}
         self.num_elements = sum(t.stop - t.start for t in tiles)
 
-    def _wanted(self, plan: TilePlan, event: int, op: Op) -> list[Wanted]:
-        if isinstance(op, Update):
-            if op.optimizer != self.name or op.skipped:
-                return []
+    def _concerns(self, op: Op) -> bool:
+        return op.optimizer == self.name if isinstance(op, Update) else isinstance(op, SetTensor) and op.uid in self._by_uid
+
+    def reads(self, plan: TilePlan) -> Iterator[_Read]:
+        """(frame, what of it) for each operation that concerns this unit."""
+        for event, (frame, op) in enumerate(plan.events):
+            if not self._concerns(op):
+                continue
+            if isinstance(op, SetTensor):
+                yield frame, [(op.ref, t.start, t.stop) for t in self.tiles if t.uid == op.uid]
+                continue
+            assert isinstance(op, Update)
             grads = plan.grads[event]
             wanted = []
-            for tile in self.tiles:
+            for tile in () if op.skipped else self.tiles:
                 gradient = grads.get(tile.uid)
                 if gradient is not None and gradient.dense is not None:
                     wanted.append((gradient.dense, tile.start, tile.stop))
-            return wanted
-        if isinstance(op, SetTensor) and op.uid in self._by_uid:
-            return [(op.ref, t.start, t.stop) for t in self.tiles if t.uid == op.uid]
-        return []
+            yield frame, wanted
 
     def run(self, plan: TilePlan, source: Source) -> None:
+        """`source` gives what reads() asks for."""
         self._start()
         applied: list[dict[str, Any]] | None = None
         for event, (frame, op) in enumerate(plan.events):
+            if not self._concerns(op):
+                continue
+            parts = source.next()
             if isinstance(op, Update):
-                if op.optimizer != self.name:
-                    continue
                 hyper = plan.hyper[event]
                 if hyper is not applied:
                     self._set_hyper(hyper)
                     applied = hyper
-                self._update(plan, event, frame, op, source)
-            elif isinstance(op, SetTensor) and op.uid in self._by_uid:
-                wanted = self._wanted(plan, event, op)
-                for tile, part in zip(
-                    (t for t in self.tiles if t.uid == op.uid), source.get(frame, wanted), strict=True
-                ):
+                self._update(plan, event, frame, op, parts)
+            elif isinstance(op, SetTensor):
+                for tile, part in zip((t for t in self.tiles if t.uid == op.uid), parts, strict=True):
                     target = self._params[self._index(tile)]
                     target.copy_(part.reshape(target.shape))
 
@@ -116,11 +157,10 @@ class Unit:
             group.update(values)
             group["params"] = params
 
-    def _update(self, plan: TilePlan, event: int, frame: int, op: Update, source: Source) -> None:
+    def _update(self, plan: TilePlan, event: int, frame: int, op: Update, parts: list[torch.Tensor]) -> None:
         assert self._optimizer is not None
         grads = plan.grads[event]
-        wanted = self._wanted(plan, event, op)
-        parts = iter(source.get(frame, wanted) if wanted else ())
+        left = iter(parts)
         for tile, p in zip(self.tiles, self._params, strict=True):
             gradient = grads.get(tile.uid)
             if gradient is None or (gradient.dense is None and gradient.sparse is None):
@@ -128,7 +168,7 @@ class Unit:
             elif op.skipped:
                 p.grad = torch.zeros_like(p)
             elif gradient.dense is not None:
-                part = next(parts)
+                part = next(left)
                 p.grad = with_strides(part, tuple(p.shape), gradient.dense.strides) if tile.whole else part
             else:
                 assert gradient.sparse is not None
@@ -166,7 +206,7 @@ def run_units(
 ) -> None:  # fmt: skip
     """Take every unit through all frames, on `num_workers` cores.
 
-    There are more threads than cores: each reads for itself, and while some wait for the disk others compute.
+    Several workers read ahead, each for itself, over the end of a unit into the next. One worker does not hurry.
     """
     todo = deque(sorted(units, key=lambda u: -u.num_elements))  # the last one to finish then has little left to do
     failures: list[BaseException] = []
@@ -174,22 +214,27 @@ def run_units(
 
     def work() -> None:
         torch.set_num_threads(1)
-        source = Source(frames, Scratch())
-        try:
+        mine: deque[Unit] = deque()
+
+        def reads() -> Iterator[_Read]:
             while not failures:
                 with lock:
                     if not todo:
                         return
-                    unit = todo.popleft()
+                    mine.append(todo.popleft())
                     if progress is not None:
                         progress(len(units) - len(todo) - 1, len(units))
-                unit.run(plan, source)
+                yield from mine[-1].reads(plan)
+
+        try:
+            source = Source(frames, reads(), ahead=0 if num_workers == 1 else READ_AHEAD)
+            while source.more():
+                mine.popleft().run(plan, source)
         except BaseException as e:
             failures.append(e)
 
     before = torch.get_num_threads()
-    num_threads = min(1 if num_workers == 1 else 2 * num_workers + 1, len(units))
-    workers = [threading.Thread(target=work, name=f"everstep-fold-{i}") for i in range(num_threads)]
+    workers = [threading.Thread(target=work, name=f"everstep-fold-{i}") for i in range(min(num_workers, len(units)))]
     for worker in workers:
         worker.start()
     for worker in workers:

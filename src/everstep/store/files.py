@@ -18,6 +18,7 @@ import numpy as np
 
 from everstep.errors import StorageError
 from everstep.memory import Bytes, new_pages
+from everstep.store import aio
 
 BLOCK = 4096
 _STAGING_BYTES = 8 << 20
@@ -430,6 +431,20 @@ class Reader:
                 return buffer[: self.read_into(buffer[:num_bytes], offset)]
             raise StorageError(f"read {self.path}: {e.strerror}") from e
         return buffer[offset - first : min(done, offset - first + num_bytes)]
+
+    def begin_direct(self, buffer: Bytes, offset: int, num_bytes: int) -> Callable[[], Bytes]:
+        """read_direct() that goes on in the background; the same thread calls the result to get the bytes."""
+        queue = aio.queue() if self._direct_fd >= 0 else None
+        first = offset // BLOCK * BLOCK
+        last = -(-(offset + num_bytes) // BLOCK) * BLOCK
+        ticket = None if queue is None else queue.submit(self._direct_fd, buffer[: last - first], first)
+
+        def get() -> Bytes:
+            if queue is not None and ticket is not None and queue.wait(ticket) >= offset - first + num_bytes:
+                return buffer[offset - first : offset - first + num_bytes]
+            return self.read_direct(buffer, offset, num_bytes)  # it would not, or fell short: errors are told there
+
+        return get
 
     def drop_cache(self, offset: int, num_bytes: int) -> None:
         """Tell the system that these bytes are not needed again soon."""

@@ -7,7 +7,7 @@ footer is a torn tail. A hole *before* a valid footer is damage, and is reported
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -52,9 +52,7 @@ class LogWriter:
 
     def begin(self, step: int, layout: str, durable_step: int) -> None:
         """Start the frame of this step; a new segment if the open one is full or there is none."""
-        if self._file is not None and (
-            self._file.offset >= self._segment_bytes or len(self._index) >= _MAX_SEGMENT_FRAMES
-        ):
+        if self._file is not None and (self._file.offset >= self._segment_bytes or len(self._index) >= _MAX_SEGMENT_FRAMES):
             # The next file is there, durably, before this one says so: then a missing file is damage, never a crash.
             old, index = self._file, self._index
             try:
@@ -71,15 +69,11 @@ class LogWriter:
 
     def _open(self, step: int, layout: str) -> None:
         # The folder is synced before the first frame counts as durable: sync() does it once per segment.
-        self._file = files.Appender(
-            os.path.join(self.folder, file_name(self._generation, step)), direct=self._direct
-        )
+        self._file = files.Appender(os.path.join(self.folder, file_name(self._generation, step)), direct=self._direct)
         self._index = []
         self._folder_synced = False
         self._seeds[self._file.path] = records.seed_of(bytes.fromhex(self._run), self._generation, self._rank, step)
-        head = SegmentHeader(
-            self._run, self._timeline, self._generation, self._rank, layout, step, self._fingerprint
-        )
+        head = SegmentHeader(self._run, self._timeline, self._generation, self._rank, layout, step, self._fingerprint)
         self._record(SEGMENT, [np.frombuffer(msgspec.msgpack.encode(head), np.uint8)], step=step, ordinal=0)
         self._file.pad(BLOCK)
 
@@ -130,9 +124,7 @@ class LogWriter:
         """Cursor and footer: after this (and sync) the frame is valid."""
         assert self._file is not None
         ordinal = len(self._headers)
-        self._headers.append(
-            self._record(CURSOR, [np.frombuffer(cursor, np.uint8)], step=self._step, ordinal=ordinal)
-        )
+        self._headers.append(self._record(CURSOR, [np.frombuffer(cursor, np.uint8)], step=self._step, ordinal=ordinal))
         footer = Footer(
             num_records=len(self._headers), ops=tuple(ops), directory=b"".join(self._headers), previous=self._previous,
             durable_step=durable_step, audit=audit, audit_complete=audit_complete, wall_time_ns=wall_time_ns,
@@ -366,6 +358,10 @@ class Segment:
             offset += BLOCK
 
 
+def _ordinals(parts: list[list[tuple[int, int, int]]]) -> list[int]:
+    return sorted({ordinal for p in parts for ordinal, _, _ in p})
+
+
 def _decode(payload: bytes, kind: type[Any], path: str) -> Any:
     try:
         return msgspec.msgpack.decode(payload, type=kind)
@@ -399,9 +395,7 @@ class StoredFrame:
         self.num_bytes = entry.end_offset - entry.offset
 
     def _damaged(self, what: str) -> CorruptionError:
-        error = CorruptionError(
-            f"step {self.entry.step} is damaged: {what} in {self.entry.path} does not fit its checksum."
-        )
+        error = CorruptionError(f"step {self.entry.step} is damaged: {what} in {self.entry.path} does not fit its checksum.")
         error.step = self.entry.step
         return error
 
@@ -426,8 +420,16 @@ class StoredFrame:
         return self._load([ordinal], Scratch(), type_)[ordinal]
 
     def _load(self, ordinals: Sequence[int], scratch: Scratch, type_: int = DATA) -> dict[int, Bytes]:
-        """Decoded payloads of records (ascending), verified; records that follow each other are read at once."""
+        """Decoded payloads of records (ascending), verified."""
         found: dict[int, Bytes] = {}
+        for first, stop, part in self._ranges(ordinals, type_):
+            data = self._reader.read_direct(scratch.take(stop - first), first, stop - first)
+            self._decode(part, first, data, scratch, found, type_)
+        return found
+
+    def _ranges(self, ordinals: Sequence[int], type_: int) -> list[tuple[int, int, Sequence[int]]]:
+        """Bytes of the file to be read at once, and the records in them: those that follow each other."""
+        found = []
         i = 0
         while i < len(ordinals):
             first, stop = self._range(ordinals[i], type_)
@@ -435,12 +437,16 @@ class StoredFrame:
             while j < len(ordinals) and ordinals[j] == ordinals[j - 1] + 1 and stop - first < _READ_BYTES:
                 stop = self._range(ordinals[j], type_)[1]
                 j += 1
-            data = self._reader.read_direct(scratch.take(stop - first), first, stop - first)
-            for ordinal in ordinals[i:j]:
-                start, end = self._range(ordinal, type_)
-                found[ordinal] = self._payload(ordinal, data[start - first : end - first], scratch)
+            found.append((first, stop, ordinals[i:j]))
             i = j
         return found
+
+    def _decode(
+        self, ordinals: Sequence[int], at: int, data: Bytes, scratch: Scratch, found: dict[int, Bytes], type_: int
+    ) -> None:
+        for ordinal in ordinals:
+            start, end = self._range(ordinal, type_)
+            found[ordinal] = self._payload(ordinal, data[start - at : end - at], scratch)
 
     def _range(self, ordinal: int, type_: int) -> tuple[int, int]:
         """The bytes of the file that are the payload of this record."""
@@ -474,12 +480,30 @@ class StoredFrame:
 
     def read(self, wanted: Sequence[Wanted], scratch: Scratch | None = None) -> list[torch.Tensor]:
         """Logical elements [start, stop) of tensors in this frame, each as a 1-D tensor of its dtype."""
-        scratch = scratch or Scratch()
         parts = [self._parts(*w) for w in wanted]
-        raws = self._load(sorted({ordinal for p in parts for ordinal, _, _ in p}), scratch)
-        return [
-            self._elements(ref, stop - start, p, raws) for (ref, start, stop), p in zip(wanted, parts, strict=True)
+        raws = self._load(_ordinals(parts), scratch or Scratch())
+        return self._tensors(wanted, parts, raws)
+
+    def begin(self, wanted: Sequence[Wanted], scratch: Scratch) -> Callable[[], list[torch.Tensor]]:
+        """read() that goes on in the background; the same thread calls the result."""
+        parts = [self._parts(*w) for w in wanted]
+        under_way = [
+            (self._reader.begin_direct(scratch.take(stop - first), first, stop - first), first, part)
+            for first, stop, part in self._ranges(_ordinals(parts), DATA)
         ]
+
+        def get() -> list[torch.Tensor]:
+            raws: dict[int, Bytes] = {}
+            for data, first, part in under_way:
+                self._decode(part, first, data(), scratch, raws, DATA)
+            return self._tensors(wanted, parts, raws)
+
+        return get
+
+    def _tensors(
+        self, wanted: Sequence[Wanted], parts: list[list[tuple[int, int, int]]], raws: dict[int, Bytes]
+    ) -> list[torch.Tensor]:
+        return [self._elements(ref, stop - start, p, raws) for (ref, start, stop), p in zip(wanted, parts, strict=True)]
 
     def _parts(self, ref: TensorRef, start: int, stop: int) -> list[tuple[int, int, int]]:
         """(ordinal, first byte, elements) of the pieces that hold elements [start, stop)."""
@@ -512,4 +536,3 @@ class StoredFrame:
         if len(raw) != count * dtype.itemsize:
             raise self._damaged("the length of a tensor")
         return typed(raw, dtype)
-
