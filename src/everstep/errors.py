@@ -14,6 +14,9 @@
     ├── ReplayError                  an optimizer that cannot be built or replayed here
     ├── StorageError                 the disk refused: full, read-only, gone, I/O error
     ├── CursorError                  the recorded data position does not fit the loader
+    ├── LinkError                    the other end of a link, or the way to it: bytes that are no message, a wrong token
+    │   ├── LinkClosed               the connection ended, timed out or was never made
+    │   └── LinkRefused              the other end says no, and why
     ├── UnsupportedValueError        a value that cannot be stored without pickle
     └── UsageError                   a call at the wrong time or with wrong arguments
 
@@ -92,6 +95,18 @@ class StorageError(EverstepError):
 
 class CursorError(EverstepError):
     """The recorded data position does not fit the loader that was given."""
+
+
+class LinkError(EverstepError):
+    """What came over a link is not what a peer says; the connection cannot be used any more."""
+
+
+class LinkClosed(LinkError):  # noqa: N818
+    """The connection ended, timed out or was never made."""
+
+
+class LinkRefused(LinkError):  # noqa: N818
+    """The other end does not want this connection; says why."""
 
 
 class UnsupportedValueError(EverstepError):

@@ -37,6 +37,8 @@ from everstep.errors import (
 )
 from everstep.fingerprint import differences, fingerprint
 from everstep.fold import class_name, find_class
+from everstep.follow import recover
+from everstep.follow.attend import ON_LAG, ShadowKeeper
 from everstep.follow.keeper import Keeper
 from everstep.format.documents import GenerationDocument, RunDocument, TimelineDocument
 from everstep.naming import named, take_inventory
@@ -44,12 +46,12 @@ from everstep.restore.apply import apply, check_fits
 from everstep.restore.execute import Restored, check_before_replay, restore
 from everstep.restore.history import Step
 from everstep.restore.plan import Line, line_files, line_of
-from everstep.store import files
-from everstep.store.log import LogWriter
+from everstep.store import files, shared
+from everstep.store.log import DiskPlace, LogWriter
 from everstep.store.retention import Retention
 from everstep.store.runs import Listing, RunPath, WriterLock, describe_writer, read_listing
 
-MODES = ("delta",)
+MODES = ("delta", "shadow")
 PACE_AFTER = 50
 """Steps after which the measured pace is told."""
 
@@ -74,6 +76,14 @@ class Options:
     """A new base after so many steps."""
     follower: bool = True
     """Let a low-priority process make bases from the log; False: the trainer takes them itself."""
+    log: str = "memory"
+    """mode="shadow": `disk` lets the shadow keep the log on disk too, for time travel and for when the shadow is lost."""
+    on_lag: str = "spill"
+    """mode="shadow": when the shadow is `max_lag_bytes` behind, write the log to disk (`spill`), or `wait`."""
+    max_lag_bytes: int | None = None
+    """None: 2 GiB, or four frames if they are larger."""
+    shadow_idle_s: float = 600.0
+    """A shadow without a trainer leaves a base and ends after so long."""
     segment_bytes: int = 256 << 20
     direct_io: bool | None = None
     """Bypass the page cache when writing; None: where the file system can."""
@@ -86,6 +96,10 @@ class Options:
             raise UsageError(f"on_error must be 'raise' or 'warn', not {self.on_error!r}")
         if self.audit not in ("auto", "full"):
             raise UsageError(f"audit must be 'auto' or 'full', not {self.audit!r}")
+        if self.log not in ("memory", "disk"):
+            raise UsageError(f"log must be 'memory' or 'disk', not {self.log!r}")
+        if self.on_lag not in ON_LAG:
+            raise UsageError(f"on_lag must be one of {', '.join(ON_LAG)}, not {self.on_lag!r}")
         if isinstance(self.retention, dict):
             object.__setattr__(self, "retention", Retention(**self.retention))
         for name in ("batch_steps", "max_inflight_steps", "max_inflight_bytes", "base_interval", "segment_bytes"):
@@ -109,13 +123,15 @@ def attach(
     unknown = [name for name in options if name not in known]
     if unknown:
         raise UsageError(f"unknown option {unknown[0]!r}; attach knows {', '.join(known)}")
-    return Run(model, optimizer, run, cursors.check_extras(extras), Options(**options))
+    return Run(model, optimizer, run, cursors.check_extras(extras), Options(**options), mode)
 
 
 class Run:
     """A training run that is being written. Made by attach(); use it as a context manager, from one thread."""
 
-    def __init__(self, model: Any, optimizer: Any, run: Any, extras: dict[str, Any], options: Options) -> None:
+    def __init__(
+        self, model: Any, optimizer: Any, run: Any, extras: dict[str, Any], options: Options, mode: str = "delta"
+    ) -> None:
         self._models = named(model, nn.Module, "model")
         self._optimizers = named(optimizer, Optimizer, "optimizer")
         both = set(self._models) & set(self._optimizers)
@@ -123,6 +139,7 @@ class Run:
             raise UsageError(f"a model and an optimizer have the same name: {', '.join(sorted(both))}")
         self._extras = extras
         self._options = options
+        self._mode = mode
         inventory = take_inventory(self._models, self._optimizers)
         cursors.capture_extras(extras)
         self._path = RunPath(run)
@@ -204,12 +221,17 @@ class Run:
             raise UsageError(f"already resumed at step {self._resumed}; attach again to resume another step")
         begun = time.perf_counter()
         listing = read_listing(self._path)
-        line, asked = self._choose(listing, step)
-        if line is None or asked is None:
-            self._begin_new(listing)
-            at = 0
-        else:
-            at = self._restore_and_begin(listing, line, asked, step)
+        offer = recover.find(self._path, self._document.run)
+        try:
+            line, asked, offer = self._choose(listing, step, offer)
+            if line is None or asked is None:
+                self._begin_new(listing)
+                at = 0
+            else:
+                at = self._restore_and_begin(listing, line, asked, step, offer)
+        finally:
+            if offer is not None:
+                offer.release()
         self._resumed = at
         self._restore_s = time.perf_counter() - begun
         return at
@@ -286,9 +308,12 @@ class Run:
             "hidden_edits": capture.hidden_edits,
             "background_s": capture.background_s(),
             "sync_s": capture.offload.sync_s,
-            "unprotected_since": self._unprotected_since,
+            "unprotected_since": self._unprotected_since if self._keeper is None else self._since(self._keeper),
             **(self._keeper.stats() if self._keeper is not None else {}),
         }
+
+    def _since(self, keeper: Keeper) -> int | None:
+        return self._unprotected_since if self._unprotected_since is not None else keeper.unprotected_since
 
     def close(self) -> None:
         """Commit what is pending, make everything durable, leave a base at the last step, release the run."""
@@ -319,20 +344,42 @@ class Run:
 
     # -- resuming -----------------------------------------------------------------------------------------------------
 
-    def _choose(self, listing: Listing, step: Step) -> tuple[Line | None, int | None]:
-        """The line and step to restore; (None, None) for a new run."""
+    def _choose(
+        self, listing: Listing, step: Step, offer: recover.Offer | None
+    ) -> tuple[Line | None, int | None, recover.Offer | None]:
+        """The line and step to restore, and the shadow that has it, if one has; no line for a new run."""
         if step != "latest" and (not isinstance(step, int) or isinstance(step, bool) or step < 0):
             raise UsageError(f"step must be 'latest' or a number from 0 on, not {step!r}")
         try:
             line = line_of(listing)
-            if step == "latest" or self._forked_already(listing, line, step):
-                return line, line.latest()
-            line.plans(step)
-            return line, step
+            latest = step == "latest" or self._forked_already(listing, line, step)
+            if offer is not None and offer.generation != line.newest.generation:
+                self._say(
+                    f"everstep: a shadow (pid {offer.pid}) of generation {offer.generation} is stale: generation "
+                    f"{line.newest.generation} has gone on without it"
+                )
+                offer.release()
+                offer = None
+            if offer is not None and (offer.step == step or (latest and offer.step >= self._latest(line, offer))):
+                return line, offer.step, offer
+            if offer is not None:
+                self._say(f"everstep: the shadow (pid {offer.pid}) holds step {offer.step}; taking the state from disk")
+                offer.release()
+            if latest:
+                return line, line.latest(), None
+            line.plans(step)  # type: ignore[arg-type]
+            return line, step, None  # type: ignore[return-value]
         except NothingToRestoreError:
             if step in ("latest", 0):
-                return None, None
+                return None, None, None
             raise StepNotFoundError(f"step {step} cannot be restored: {self.path} has no steps yet") from None
+
+    def _latest(self, line: Line, offer: recover.Offer) -> int:
+        """The newest step in files; damage there does not matter where a shadow has the state."""
+        try:
+            return line.latest()
+        except (CorruptionError, NothingToRestoreError):
+            return -1
 
     def _forked_already(self, listing: Listing, line: Line, step: int) -> bool:
         """Whether an earlier process of this same launch has opened the fork that is asked for."""
@@ -342,10 +389,15 @@ class Run:
             for s in line.spans
         )
 
-    def _restore_and_begin(self, listing: Listing, line: Line, at: int, asked: Step) -> int:
-        self._say(f"everstep: restoring step {at} of {self.path} …")
-        check_before_replay(line, at, self._models, self._optimizers)
-        restored = restore(line, at, live=self._optimizers)
+    def _restore_and_begin(
+        self, listing: Listing, line: Line, at: int, asked: Step, offer: recover.Offer | None
+    ) -> int:
+        if offer is not None:
+            restored = Restored(offer.fetch(), None, offer.proven, dict(offer.fingerprint))
+        else:
+            self._say(f"everstep: restoring step {at} of {self.path} …")
+            check_before_replay(line, at, self._models, self._optimizers)
+            restored = restore(line, at, live=self._optimizers)
         check_fits(restored.state, self._models, self._optimizers)
         cursor = cursors.decode(restored.state.cursor)
         cursors.check_same_extras(self._extras, cursor["extras"])
@@ -357,7 +409,7 @@ class Run:
                 "on under another path by everstep.open(run).restore(...)"
             )
         self._apply(restored, cursor)
-        fork = asked != "latest" and not _is_newest(line, at)
+        fork = offer is None and asked != "latest" and not _is_newest(line, at)
         timeline = line.timelines[0]
         if fork:
             timeline = max(listing.timelines) + 1
@@ -374,10 +426,12 @@ class Run:
         else:
             self._base_ready = True
             self._durable = at
-        replayed = at - restored.plan.base.step
+        if restored.plan is not None:
+            source = f"base {restored.plan.base.step} + {at - restored.plan.base.step} steps"
+        else:
+            source = f"from the memory of its shadow, pid {offer.pid if offer is not None else 0}"
         self._say(
-            f"everstep: resumed {self.path} at step {at} (base {restored.plan.base.step} + {replayed} steps"
-            f"{f', new timeline {timeline}' if fork else ''}; "
+            f"everstep: resumed {self.path} at step {at} ({source}{f', new timeline {timeline}' if fork else ''}; "
             f"{'every bit' if restored.proven else 'every bit of the parameters'} proven)"
         )
         return at
@@ -391,7 +445,7 @@ class Run:
                 stacklevel=3,
             )
         changed = differences(restored.fingerprint, fingerprint())
-        if changed and restored.plan.frames and not restored.proven:
+        if changed and (restored.plan is None or restored.plan.frames) and not restored.proven:
             warnings.warn(
                 f"step {restored.state.step} was replayed on a machine that may compute differently ({'; '.join(changed)}), "
                 "and its audit did not cover all of the optimizer state: parameters are proven bit for bit, the rest is not",
@@ -428,15 +482,19 @@ class Run:
         self._path.write_generation(
             GenerationDocument(
                 generation, timeline, parent, step, 1, inventory.layout.id, self._launch, describe_writer(), own,
-                asked_step,
+                asked_step, "memory" if self._mode == "shadow" else "disk",
             )
         )  # fmt: skip
         options = self._options
         folder = self._path.log(timeline)
         direct = files.supports_direct(folder) if options.direct_io is None else options.direct_io
+        disk = DiskPlace(folder, direct=direct, segment_bytes=options.segment_bytes)
+        memory = None
+        if self._mode == "shadow":
+            memory = shared.MemoryPlace(shared.log_folder(listing.shared, timeline))
         self._log = LogWriter(
-            folder, run=self._document.run, timeline=timeline, generation=generation, rank=0, fingerprint=own,
-            direct=direct, segment_bytes=options.segment_bytes,
+            memory or disk, run=self._document.run, timeline=timeline, generation=generation, rank=0, fingerprint=own,
+            chained=memory is None,
         )  # fmt: skip
         destination = Destination(
             self._document.run, timeline, generation, self._path.bases(timeline), direct, own
@@ -448,13 +506,21 @@ class Run:
             max_inflight_bytes=options.max_inflight_bytes,
         )  # fmt: skip
         # What survives only the process must not be called durable in the log: after a crash of the host it may be gone.
-        os_only = options.durability == "os"
+        os_only = options.durability == "os" or memory is not None
         self._capture.offload.claim = lambda: -1 if os_only else self._durable
         self._capture.offload.on_durable = self._on_durable
         self._capture.may_finish_base = self._may_finish_base
-        self._keeper = Keeper(
-            self._path, timeline, generation, step, options.retention, options.base_interval,
-            follower=options.follower, optimizers=self._optimizers, say=self._say,
+        if memory is None:
+            self._keeper = Keeper(
+                self._path, timeline, generation, step, options.retention, options.base_interval,
+                follower=options.follower, optimizers=self._optimizers, say=self._say,
+            )  # fmt: skip
+            recover.dismiss(self._path, self._document.run, generation)
+            return
+        self._keeper = ShadowKeeper(
+            self._path, timeline, generation, step, options.retention, options.base_interval, run=self._document.run,
+            log=self._log, memory=memory, disk=disk, optimizers=self._optimizers, on_lag=options.on_lag,
+            max_lag_bytes=options.max_lag_bytes, keep_log=options.log == "disk", idle_s=options.shadow_idle_s, say=self._say,
         )  # fmt: skip
 
     # -- data ---------------------------------------------------------------------------------------------------------
@@ -466,7 +532,7 @@ class Run:
         assert self._restored is not None
         restored, self._restored = self._restored, None
         cursor = cursors.decode(restored.state.cursor)
-        if self._skipped_passes:
+        if self._skipped_passes and not self._commits:
             # Code between the finished passes has run again (schedulers, validation): undo what it did.
             self._apply_again(restored, cursor)
         if saved["state"] is None:
@@ -627,7 +693,7 @@ class Run:
                 self._stop(capture, finish)
         finally:
             if self._keeper is not None:
-                self._keeper.close()
+                self._keeper.close(finish=finish)
             self._lock.release()
 
     def _stop(self, capture: Capture, finish: bool) -> None:
@@ -683,7 +749,7 @@ class Run:
         )
         free = self._free_bytes()
         return (
-            f"everstep: {self.path} · mode delta · about {step_bytes / 1e6:.2f} MB a step · "
+            f"everstep: {self.path} · mode {self._mode} · about {step_bytes / 1e6:.2f} MB a step · "
             f"{free / 1e9:.0f} GB free ({free // max(step_bytes, 1):,} steps without retention) · "
             f"keeps {self._options.retention}"
         )

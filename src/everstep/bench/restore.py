@@ -43,8 +43,8 @@ from everstep.restore.execute import load_base, open_frames
 from everstep.restore.history import History
 from everstep.restore.plan import Line, Plan, line_of
 from everstep.run import attach
-from everstep.store.log import StoredFrame
 from everstep.store.runs import RunPath, read_listing
+from everstep.store.segments import StoredFrame
 
 BLOCK = 4096
 WARM_STEPS = 4

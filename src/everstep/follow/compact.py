@@ -1,9 +1,9 @@
-"""The lazy follower: folds the log of one generation and writes the next base from it (compaction)."""
+"""A state that follows the log: Held folds frames, checks their audits and writes bases; Compactor finds them on a disk."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,22 +19,21 @@ from everstep.restore.execute import audit, load_base, open_frames
 from everstep.restore.plan import Line, Plan, line_of
 from everstep.store import files
 from everstep.store.bases import BaseWriter, Slot, base_folder, check_base
-from everstep.store.log import FrameEntry, Segment
 from everstep.store.runs import RunPath, read_listing
+from everstep.store.segments import FrameEntry, Segment, StoredFrame
 
 
-class Compactor:
-    """Holds S(n) of a run that another process writes, and brings it forward. One thread."""
+class Held:
+    """S(n) of a run that another process writes. One thread."""
 
     def __init__(self, path: RunPath, timeline: int, generation: int, *, num_workers: int = 1) -> None:
         self._path = path
-        self._timeline, self._generation = timeline, generation
+        self.timeline, self.generation = timeline, generation
         self._num_workers = num_workers
         self._line: Line | None = None
         self._state: State | None = None
         self._base: Manifest | None = None
         self._fingerprint: dict[str, Any] = {}
-        self._chunk_bytes = 1 << 30
         self.complete = False
         """Whether the audit of the last step folded covered the whole state."""
 
@@ -43,9 +42,81 @@ class Compactor:
         """The step of the state held; None before the first."""
         return None if self._state is None else self._state.step
 
+    @property
+    def state(self) -> State:
+        """The state held. It changes with the next fold."""
+        assert self._state is not None
+        return self._state
+
     def forget(self) -> None:
-        """Start from the newest base again at the next call."""
+        """Start from a base again."""
         self._state = self._line = None
+
+    def load(self, line: Line, base: int) -> None:
+        """Hold the state of a base."""
+        self._line = line
+        self._base = line.bases[base][0]
+        self._state = load_base(self._plan(base, ()), self._num_workers)
+
+    def go_on(self, timeline: int, generation: int) -> None:
+        """What is held is where this generation begins."""
+        self.timeline, self.generation = timeline, generation
+        self._line = None
+
+    def _plan(self, step: int, frames: tuple[Any, ...]) -> Plan:
+        assert self._base is not None
+        folder = base_folder(self._path.bases(self._base.timeline), self._base.step)
+        return Plan(step, self.timeline, self.generation, self._base, folder, frames)
+
+    def fold(self, frames: Sequence[StoredFrame], fingerprint: dict[str, Any]) -> list[str]:
+        """Apply the frames that follow; what differs from the trainer's hashes after the last of them."""
+        state = self.state
+        self._fingerprint = fingerprint
+        self._folder().fold(state, frames)
+        state.cursor = frames[-1].cursor()
+        self.complete = frames[-1].footer.audit_complete
+        return audit(state, frames[-1].footer)
+
+    def _folder(self) -> Folder:
+        return Folder(
+            find_layout=lambda i: self._path.read_layout(i, [self.timeline]),
+            num_threads=int(self._fingerprint.get("num_threads", 1)), num_workers=self._num_workers,
+        )  # fmt: skip
+
+    def write_base(self, *, direct: bool) -> Manifest:
+        """A base of the state held, read back and compared before this returns."""
+        state = self.state
+        if self._base is not None and self._base.step == state.step:
+            return self._base  # the trainer has taken one of this step itself
+        newest = max(
+            int(name.removesuffix(".json"))
+            for timeline in files.listing(self._path.timelines())
+            for name in files.listing(os.path.join(self._path.timelines(), timeline, "generations"))
+            if name.removesuffix(".json").isdigit()
+        )
+        if newest > self.generation:
+            raise CorruptionError(f"generation {self.generation} has been superseded by {newest}: nothing was written")
+        slots, tensors, fields = describe(state)
+        writer = BaseWriter(self._path.bases(self.timeline), state.step, slots, direct=direct)
+        for index in writer.order:
+            writer.add(tensors[index])
+        self._sync_log()
+        manifest = writer.finish(
+            run=self._path.read_run().run, timeline=self.timeline, generation=self.generation, step=state.step,
+            layout=state.layout, cursor=state.cursor, audit="folded", fingerprint=self._fingerprint, **fields,
+        )  # fmt: skip
+        check_base(base_folder(self._path.bases(self.timeline), state.step), manifest)
+        self._base = manifest
+        return manifest
+
+    def _sync_log(self) -> None:
+        """What must be on stable storage before a base of it is."""
+
+
+class Compactor(Held):
+    """The lazy follower: brings the state forward when it is told to, from the log on disk."""
+
+    _chunk_bytes = 1 << 30
 
     def advance(self, step: int) -> None:
         """Fold up to this durable step and check its audit. AuditError names the first step that differs."""
@@ -58,21 +129,12 @@ class Compactor:
 
     def _load(self, step: int) -> None:
         line = line_of(read_listing(self._path))
-        if line.newest.generation != self._generation:
-            raise CorruptionError(f"generation {self._generation} has been superseded by {line.newest.generation}")
-        self._line = line
+        if line.newest.generation != self.generation:
+            raise CorruptionError(f"generation {self.generation} has been superseded by {line.newest.generation}")
         base = max((b for b in line.bases if b <= step), default=None)
         if base is None:
             raise CorruptionError(f"{self._path.path}: no base at or before step {step}")
-        self._base = line.bases[base][0]
-        self._state = load_base(self._plan(base, ()), self._num_workers)
-
-    def _plan(self, step: int, frames: tuple[Any, ...]) -> Plan:
-        assert self._line is not None
-        base = self._base or next(iter(self._line.bases.values()))[0]
-        return Plan(
-            step, self._timeline, self._generation, base, base_folder(self._path.bases(base.timeline), base.step), frames
-        )
+        self.load(line, base)
 
     def _refresh(self, step: int) -> None:
         """Learn of frames that have been written since the last look."""
@@ -80,10 +142,10 @@ class Compactor:
         assert line is not None
         if step in line.frames:
             return
-        folder = self._path.log(self._timeline)
+        folder = self._path.log(self.timeline)
         for name in files.listing(folder):
             parsed = parse_name(name)
-            if parsed is None or parsed[0] != self._generation:
+            if parsed is None or parsed[0] != self.generation:
                 continue
             file = os.path.join(folder, name)
             segment = line.segments.get(file)
@@ -109,11 +171,7 @@ class Compactor:
         frames, readers = open_frames(line, plan)
         try:
             header = line.segments[entries[-1].path].header
-            self._fingerprint = header.fingerprint if header is not None else {}
-            self._folder().fold(state, frames)
-            state.cursor = frames[-1].cursor()
-            bad = audit(state, frames[-1].footer)
-            self.complete = frames[-1].footer.audit_complete
+            bad = self.fold(frames, header.fingerprint if header is not None else {})
         finally:
             for reader in readers:
                 reader.close()
@@ -121,12 +179,6 @@ class Compactor:
             raise self._first_difference(bad, entries[-1].step)
         for entry in entries:
             line.frames.pop(entry.step, None)
-
-    def _folder(self) -> Folder:
-        return Folder(
-            find_layout=lambda i: self._path.read_layout(i, [self._timeline]),
-            num_threads=int(self._fingerprint.get("num_threads", 1)), num_workers=self._num_workers,
-        )  # fmt: skip
 
     def _first_difference(self, bad: list[str], last: int) -> AuditError:
         """Replay step by step from the newest base to name the step."""
@@ -151,40 +203,13 @@ class Compactor:
             step=last, proven_step=last - 1,
         )  # fmt: skip
 
-    def write_base(self, *, direct: bool) -> Manifest:
-        """A base of the state held, read back and compared before this returns."""
-        state = self._state
-        assert state is not None
-        if self._base is not None and self._base.step == state.step:
-            return self._base  # the trainer has taken one of this step itself
-        newest = max(
-            int(name.removesuffix(".json"))
-            for timeline in files.listing(self._path.timelines())
-            for name in files.listing(os.path.join(self._path.timelines(), timeline, "generations"))
-            if name.removesuffix(".json").isdigit()
-        )
-        if newest > self._generation:
-            raise CorruptionError(f"generation {self._generation} has been superseded by {newest}: nothing was written")
-        slots, tensors, fields = describe(state)
-        writer = BaseWriter(self._path.bases(self._timeline), state.step, slots, direct=direct)
-        for index in writer.order:
-            writer.add(tensors[index])
-        self._sync_log()
-        manifest = writer.finish(
-            run=self._path.read_run().run, timeline=self._timeline, generation=self._generation, step=state.step,
-            layout=state.layout, cursor=state.cursor, audit="folded", fingerprint=self._fingerprint, **fields,
-        )  # fmt: skip
-        check_base(base_folder(self._path.bases(self._timeline), state.step), manifest)
-        self._base = manifest
-        return manifest
-
     def _sync_log(self) -> None:
         """With durability="os" the log may be in memory only: a base must not outlive the steps before it."""
         assert self._line is not None
         for segment in self._line.segments.values():
-            if segment.generation == self._generation and segment.end is None and os.path.exists(segment.path):
+            if segment.generation == self.generation and segment.end is None and os.path.exists(segment.path):
                 files.sync_file(segment.path)
-        files.sync_dir(self._path.log(self._timeline))
+        files.sync_dir(self._path.log(self.timeline))
 
 
 def describe(state: State) -> tuple[list[Slot], list[torch.Tensor], dict[str, Any]]:

@@ -120,7 +120,12 @@ class Keeper:
             "removed_bytes": self._removed_bytes,
         }
 
-    def close(self) -> None:
+    @property
+    def unprotected_since(self) -> int | None:
+        """Since when a failure would lose steps that were reported durable; None: it would not."""
+        return None
+
+    def close(self, *, finish: bool = False) -> None:
         """Finish what is queued, end the follower."""
         self._closed = True
         self._todo.put(None)

@@ -60,6 +60,8 @@ class GenerationDocument(msgspec.Struct):
     fingerprint: dict[str, Any]
     asked_step: int | None = None
     """The step given to resume(step=n), when that opened this timeline."""
+    log: str = "disk"
+    """`memory`: its frames are in the memory of a host (mode="shadow"), and are not missed when that is lost."""
 
 
 class KeptDocument(msgspec.Struct):

@@ -27,7 +27,7 @@ from everstep.memory import plain, view_bytes, with_strides
 from everstep.restore.apply import check_fits
 from everstep.restore.plan import Line, Plan, describe_steps
 from everstep.store import bases, files
-from everstep.store.log import StoredFrame
+from everstep.store.segments import StoredFrame
 
 Progress = Callable[[str, int, int], None]
 
@@ -37,7 +37,8 @@ class Restored:
     """A state in memory, and how far it is proven."""
 
     state: State
-    plan: Plan
+    plan: Plan | None
+    """None: it comes from a shadow's memory."""
     proven: bool
     """Every piece of S(step) has the hash that the trainer recorded (or comes from a base as it was written)."""
     fingerprint: dict[str, Any]

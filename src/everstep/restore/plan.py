@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -10,8 +12,8 @@ from everstep.errors import CorruptionError, NothingToRestoreError, StepNotFound
 from everstep.format.documents import GenerationDocument, Manifest
 from everstep.store import files
 from everstep.store.bases import base_folder
-from everstep.store.log import FrameEntry, Segment, StoredFrame
 from everstep.store.runs import Listing
+from everstep.store.segments import FrameEntry, Segment, StoredFrame
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,8 @@ class Span:
     generation: int
     low: int
     high: int | None
+    in_memory: bool = False
+    """Its log was in a host's memory: what is not there (any more) is not missed."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,7 @@ class Line:
             return []
         there = set(steps)
         last = max([self.durable_step, *there])
-        never = {n for first, end in self.gaps for n in range(first, end + 1)}
+        never = {n for first, end in self.gaps for n in range(first, min(end, last) + 1)}
         return [n for n in range(self.horizon, last + 1) if n not in there and n not in never]
 
     def latest(self) -> int:
@@ -207,7 +211,7 @@ def _line(listing: Listing, generations: dict[int, GenerationDocument], newest: 
     high: int | None = None
     broken: list[str] = []
     while document is not None:
-        spans.append(Span(document.timeline, document.generation, document.resume_step, high))
+        spans.append(Span(document.timeline, document.generation, document.resume_step, high, document.log == "memory"))
         high = document.resume_step if high is None else min(high, document.resume_step)
         if document.parent is None:
             break
@@ -217,12 +221,14 @@ def _line(listing: Listing, generations: dict[int, GenerationDocument], newest: 
         document = parent
     line = Line(listing, spans, newest)
     line.problems += broken + listing.problems
-    for span in spans:
+    for span, before in itertools.zip_longest(spans, spans[1:]):
         timeline = listing.timelines[span.timeline]
         line.horizon = max(line.horizon, timeline.kept.horizon)
         gaps = [(first, last) for first, last, generation in timeline.kept.gaps if generation == span.generation]
         line.gaps += [(first, last if span.high is None else min(last, span.high)) for first, last in gaps]
-        if span.low:
+        if span.in_memory:
+            line.gaps.append((span.low + 1, sys.maxsize if span.high is None else span.high))
+        if span.low and not (before is not None and before.in_memory):
             line.durable_step = max(line.durable_step, span.low)
         dead = {
             problem
@@ -286,11 +292,13 @@ def _cut_torn_tail(line: Line) -> None:
             return
 
 
-def line_files(line: Line, plan: Plan) -> list[str]:
+def line_files(line: Line, plan: Plan | None) -> list[str]:
     """Every file that a plan, and whoever goes on from it, stands on."""
     path = line.listing.path
-    found = [os.path.join(plan.base_folder, name) for name in ("manifest.json", *plan.base.files)]
-    found += line.segments
+    found = []
+    if plan is not None:
+        found += [os.path.join(plan.base_folder, name) for name in ("manifest.json", *plan.base.files)]
+    found += [path for path, segment in line.segments.items() if not segment.in_memory]
     found += [os.path.join(folder, name) for _, folder in line.bases.values() for name in os.listdir(folder)]
     for span in line.spans:
         found.append(os.path.join(path.generations(span.timeline), f"{span.generation:06d}.json"))

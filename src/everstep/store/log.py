@@ -1,64 +1,126 @@
-"""The log: frames in order, in segments. Writing them (one thread), finding and reading them (any number).
-
-A frame is valid when its footer is; a footer is written only after everything before it. What follows the last valid
-footer is a torn tail. A hole *before* a valid footer is damage, and is reported as such.
-"""
+"""The log: frames in order, in segments, written by one thread. (segments.py finds and reads them.)"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
-import torch
 
 from everstep import codec
-from everstep.errors import CorruptionError
 from everstep.format import records
 from everstep.format.records import BLOCK, CURSOR, DATA, END, FOOTER, HEADER_BYTES, SEGMENT, Header, aligned
 from everstep.format.segment import SegmentEnd, SegmentHeader, file_name
-from everstep.frame import Footer, Op, TensorRef, Wanted, audit_entries
-from everstep.memory import Bytes, Scratch, dtype_of, typed
+from everstep.frame import Footer, Op
+from everstep.memory import Bytes
 from everstep.store import files
+from everstep.store.segments import FrameEntry
 
-_MAX_META_BYTES = 1 << 30
 _MAX_SEGMENT_FRAMES = 1024
-_READ_BYTES = 4 << 20
-"""Records that follow each other are read together up to about this size."""
+
+
+class Appender(Protocol):
+    """A new file that grows at its end: files.Appender on a disk, shared.MappedAppender in memory."""
+
+    @property
+    def path(self) -> str: ...
+
+    @property
+    def offset(self) -> int: ...
+
+    def reserve(self, num_bytes: int) -> Bytes: ...
+
+    def pad(self, multiple: int) -> None: ...
+
+    def flush(self) -> None: ...
+
+    def sync(self) -> None: ...
+
+    def check_still_there(self) -> None: ...
+
+    def truncate(self, offset: int) -> None: ...
+
+    def close(self, *, sync: bool = True) -> None: ...
+
+    def abandon(self) -> None: ...
+
+
+class Place(Protocol):
+    """Where segments are made: a folder on a disk, or in memory."""
+
+    @property
+    def folder(self) -> str: ...
+
+    @property
+    def segment_bytes(self) -> int: ...
+
+    @property
+    def in_memory(self) -> bool: ...
+
+    def create(self, path: str) -> Appender: ...
+
+    def sync_folder(self) -> None:
+        """Return when the names in it are on stable storage."""
+        ...
+
+
+class DiskPlace:
+    """A folder on a disk."""
+
+    in_memory = False
+
+    def __init__(self, folder: str, *, direct: bool, segment_bytes: int) -> None:
+        self.folder = folder
+        self.direct = direct
+        self.segment_bytes = segment_bytes
+
+    def create(self, path: str) -> files.Appender:
+        return files.Appender(path, direct=self.direct)
+
+    def sync_folder(self) -> None:
+        files.sync_dir(self.folder)
 
 
 class LogWriter:
     """Appends frames to segments of one rank and generation. One thread. Durable when sync() returns."""
 
     def __init__(
-        self, folder: str, *, run: str, timeline: int, generation: int, rank: int, fingerprint: dict[str, Any],
-        direct: bool, segment_bytes: int,
+        self, place: Place, *, run: str, timeline: int, generation: int, rank: int, fingerprint: dict[str, Any],
+        chained: bool = True,
     ) -> None:  # fmt: skip
-        self.folder = folder
+        self.place = place
+        """Of the next segment. Setting another begins a new one."""
         self._run, self._timeline, self._generation, self._rank = run, timeline, generation, rank
         self._fingerprint = fingerprint
-        self._direct = direct
-        self._segment_bytes = segment_bytes
+        self._chained = chained
+        """Whether a finished segment names the next one, so that its loss is noticed; not if that may be in memory."""
         self._seeds: dict[str, int] = {}
-        self._file: files.Appender | None = None
+        self._file: Appender | None = None
+        self._file_place = place
         self._step = -1
         self._begin = 0
         self._headers: list[bytes] = []
         self._index: list[tuple[int, int, int]] = []
         self._previous = 0
         self.bytes_written = 0
+        self.last: FrameEntry | None = None
+        """The frame that was finished last."""
 
     def begin(self, step: int, layout: str, durable_step: int) -> None:
         """Start the frame of this step; a new segment if the open one is full or there is none."""
-        if self._file is not None and (self._file.offset >= self._segment_bytes or len(self._index) >= _MAX_SEGMENT_FRAMES):
+        if self._file is not None and (
+            self._file.offset >= self._file_place.segment_bytes
+            or len(self._index) >= _MAX_SEGMENT_FRAMES
+            or self._file_place is not self.place
+        ):
             # The next file is there, durably, before this one says so: then a missing file is damage, never a crash.
             old, index = self._file, self._index
             try:
                 self._open(step, layout)
                 self.sync()
-                self._end(old, index, step, durable_step)
+                self._end(old, index, step if self._chained else None, durable_step)
             except BaseException:
                 old.abandon()
                 raise
@@ -69,7 +131,9 @@ class LogWriter:
 
     def _open(self, step: int, layout: str) -> None:
         # The folder is synced before the first frame counts as durable: sync() does it once per segment.
-        self._file = files.Appender(os.path.join(self.folder, file_name(self._generation, step)), direct=self._direct)
+        place = self.place
+        self._file = place.create(os.path.join(place.folder, file_name(self._generation, step)))
+        self._file_place = place
         self._index = []
         self._folder_synced = False
         self._seeds[self._file.path] = records.seed_of(bytes.fromhex(self._run), self._generation, self._rank, step)
@@ -80,7 +144,7 @@ class LogWriter:
     def _record(
         self, type_: int, parts: Sequence[Bytes], *, step: int, ordinal: int, uid: int = 0, dtype: int = 0,
         start: int = 0, count: int = 0, raw_bytes: int | None = None, codec_id: int = 0, codec_version: int = 0,
-        flags: int = 0, file: files.Appender | None = None,
+        flags: int = 0, file: Appender | None = None,
     ) -> bytes:  # fmt: skip
         file = file or self._file
         assert file is not None
@@ -136,6 +200,7 @@ class LogWriter:
         self._file.pad(BLOCK)
         self._previous = records.unpack_trusted(header).payload_sum
         self._index.append((self._step, self._begin, at))
+        self.last = FrameEntry(self._step, self._begin, at, self._file.path, self._generation, self._file.offset)
 
     def write_out(self) -> None:
         """Hand everything to the operating system: survives the process, not the host."""
@@ -149,7 +214,7 @@ class LogWriter:
         self._file.sync()
         self._file.check_still_there()
         if not self._folder_synced:
-            files.sync_dir(self.folder)
+            self._file_place.sync_folder()
             self._folder_synced = True
 
     def sync_if_open(self) -> None:
@@ -167,10 +232,10 @@ class LogWriter:
         file, self._file = self._file, None
         self._end(file, self._index, next_step, durable_step)
         if not self._folder_synced:
-            files.sync_dir(self.folder)
+            self._file_place.sync_folder()
 
     def _end(
-        self, file: files.Appender, index: list[tuple[int, int, int]], next_step: int | None, durable_step: int
+        self, file: Appender, index: list[tuple[int, int, int]], next_step: int | None, durable_step: int
     ) -> None:
         end = SegmentEnd(
             tuple(i[0] for i in index), tuple(i[1] for i in index), tuple(i[2] for i in index), durable_step, next_step
@@ -188,351 +253,3 @@ class LogWriter:
         if self._file is not None:
             self._file.abandon()
         self._file, self._headers, self._previous = None, [], 0
-
-
-class FrameEntry(NamedTuple):
-    """Where a valid frame is."""
-
-    step: int
-    offset: int
-    footer_offset: int
-    path: str
-    generation: int
-    end_offset: int
-
-
-class Segment:
-    """One log file, scanned: its frames, and what is wrong with it, if anything is."""
-
-    def __init__(self, path: str, run: str, rank: int, generation: int, first_step: int) -> None:
-        self.path = path
-        self.generation = generation
-        self.first_step = first_step
-        self.run = run
-        self.rank = rank
-        self.seed = records.seed_of(bytes.fromhex(run), generation, rank, first_step)
-        self.header: SegmentHeader | None = None
-        self.frames: list[FrameEntry] = []
-        self.end: SegmentEnd | None = None
-        self.durable_step = -1
-        self.torn_bytes = 0
-        self.problems: list[str] = []
-        """Damage: a bad header, a name that does not fit."""
-        self.holes: list[tuple[int, int, str]] = []
-        """(first step, last step, text) of what is not valid before something that is: damage, if any of it was durable."""
-        self._next = 0
-
-    @property
-    def num_bytes(self) -> int:
-        return os.path.getsize(self.path) if os.path.exists(self.path) else 0
-
-    def scan(self) -> Segment:
-        """Find all valid frames; may be called again on a file that has grown."""
-        try:
-            reader = files.Reader(self.path)
-        except FileNotFoundError:
-            self.problems.append(f"{self.path} is gone")
-            return self
-        with reader:
-            if self.header is None and not self._scan_header(reader):
-                return self
-            if self.end is None and not self._scan_end(reader):
-                self._walk(reader, self._next)
-        return self
-
-    def _payload(self, reader: files.Reader, offset: int, header: Header) -> bytes | None:
-        if header.stored_bytes > min(_MAX_META_BYTES, reader.num_bytes):
-            return None
-        data = reader.read(offset + HEADER_BYTES, header.stored_bytes)
-        if len(data) != header.stored_bytes:
-            return None
-        if records.payload_sum(data, records.at(self.seed, offset)) != header.payload_sum:
-            return None
-        return data
-
-    def _scan_header(self, reader: files.Reader) -> bool:
-        header = records.unpack(reader.read(0, HEADER_BYTES), records.at(self.seed, 0))
-        payload = None
-        if header is not None and header.type == SEGMENT:
-            payload = self._payload(reader, 0, header)
-        if header is None or payload is None:
-            self._resync(reader, BLOCK)
-            if self.end is not None or self.durable_step >= self.first_step:
-                self.problems.append(f"{self.path}: the segment header is damaged")
-            else:  # nothing in here was ever durable: a torn first write
-                self.frames, self.torn_bytes = [], reader.num_bytes
-            return False
-        found: SegmentHeader = _decode(payload, SegmentHeader, self.path)
-        told = (found.run, found.generation, found.rank, found.first_step)
-        if told != (self.run, self.generation, self.rank, self.first_step):
-            self.problems.append(f"{self.path} is not what its name says: it holds {told}")
-            return False
-        self.header = found
-        self._next = aligned(header.padded_bytes, BLOCK)
-        return True
-
-    def _scan_end(self, reader: files.Reader) -> bool:
-        """Use the index at the end of a finished segment instead of walking it."""
-        if self.frames or reader.num_bytes < 2 * BLOCK:
-            return False
-        # The END record is small but may span blocks: look for its header backwards, a few blocks at most.
-        for back in range(1, 17):
-            offset = reader.num_bytes // BLOCK * BLOCK - back * BLOCK
-            if offset <= 0:
-                return False
-            header = records.unpack(reader.read(offset, HEADER_BYTES), records.at(self.seed, offset))
-            if header is None:
-                continue
-            if header.type != END:
-                return False
-            payload = self._payload(reader, offset, header)
-            if payload is None:
-                return False
-            end = _decode(payload, SegmentEnd, self.path)
-            ends = (*end.offsets[1:], offset)
-            entries = zip(end.steps, end.offsets, end.footers, ends, strict=True)
-            frames = [FrameEntry(s, b, f, self.path, self.generation, e) for s, b, f, e in entries]
-            self.frames, self.end = frames, end
-            self.durable_step = max(self.durable_step, end.durable_step)
-            return True
-        return False
-
-    def _walk(self, reader: files.Reader, offset: int) -> None:
-        begin, ordinal = offset, 0
-        self.torn_bytes = 0
-        while offset < reader.num_bytes:
-            header = records.unpack(reader.read(offset, HEADER_BYTES), records.at(self.seed, offset))
-            if header is None or offset + header.padded_bytes > aligned(reader.num_bytes, BLOCK):
-                self._broken(reader, begin, offset)
-                return
-            if header.type == END:
-                payload = self._payload(reader, offset, header)
-                if payload is None:
-                    self._broken(reader, begin, offset)
-                    return
-                self.end = _decode(payload, SegmentEnd, self.path)
-                self.durable_step = max(self.durable_step, self.end.durable_step)
-                return
-            if header.ordinal != ordinal:
-                self._broken(reader, begin, offset)
-                return
-            if header.type == FOOTER:
-                footer = self._footer(reader, offset, header)
-                if footer is None:
-                    self._broken(reader, begin, offset)
-                    return
-                self.durable_step = max(self.durable_step, footer.durable_step)
-                after = aligned(offset + header.padded_bytes, BLOCK)
-                self.frames.append(FrameEntry(header.step, begin, offset, self.path, self.generation, after))
-                begin, ordinal = after, -1
-                offset = after - header.padded_bytes
-                self._next = after
-            offset += header.padded_bytes
-            ordinal += 1
-        if offset > begin:
-            self.torn_bytes = reader.num_bytes - begin
-
-    def _footer(self, reader: files.Reader, offset: int, header: Header) -> Footer | None:
-        payload = self._payload(reader, offset, header)
-        return None if payload is None else _decode(payload, Footer, self.path)
-
-    def _broken(self, reader: files.Reader, begin: int, offset: int) -> None:
-        """Nothing valid at `offset`: a torn tail, or damage if anything valid follows."""
-        known = len(self.frames)
-        self._resync(reader, aligned(offset + 1, BLOCK))
-        if len(self.frames) > known or self.end is not None:
-            first = self.frames[known - 1].step + 1 if known else self.first_step
-            listed = max(self.end.steps, default=first) if self.end is not None else first
-            last = self.frames[known].step - 1 if len(self.frames) > known else listed
-            self.holes.append((first, last, f"{self.path}: damaged between bytes {begin} and {self._next or offset}"))
-        else:
-            self.torn_bytes = reader.num_bytes - begin
-
-    def _resync(self, reader: files.Reader, offset: int) -> None:
-        """Go on at the next block that begins a frame (or the end record)."""
-        while offset < reader.num_bytes:
-            header = records.unpack(reader.read(offset, HEADER_BYTES), records.at(self.seed, offset))
-            if header is not None and (header.type == END or header.ordinal == 0):
-                self._walk(reader, offset)
-                return
-            offset += BLOCK
-
-
-def _ordinals(parts: list[list[tuple[int, int, int]]]) -> list[int]:
-    return sorted({ordinal for p in parts for ordinal, _, _ in p})
-
-
-def _decode(payload: bytes, kind: type[Any], path: str) -> Any:
-    try:
-        return msgspec.msgpack.decode(payload, type=kind)
-    except msgspec.MsgspecError as e:
-        raise CorruptionError(f"{path}: a {kind.__name__} cannot be decoded: {e}") from e
-
-
-class StoredFrame:
-    """A valid frame on disk, ready to be folded (a FrameData). Every payload is verified when it is read."""
-
-    def __init__(self, entry: FrameEntry, reader: files.Reader, seed: int) -> None:
-        self.entry = entry
-        self._reader = reader
-        self._seed = seed
-        header = records.unpack(reader.read(entry.footer_offset, HEADER_BYTES), records.at(seed, entry.footer_offset))
-        if header is None or header.type != FOOTER or header.step != entry.step:
-            raise self._damaged("its footer")
-        payload = reader.read(entry.footer_offset + HEADER_BYTES, header.stored_bytes)
-        if records.payload_sum(payload, records.at(seed, entry.footer_offset)) != header.payload_sum:
-            raise self._damaged("its footer")
-        self.footer: Footer = _decode(payload, Footer, entry.path)
-        self.footer_sum = header.payload_sum
-        self.headers = [records.unpack_trusted(h) for h in records.split_directory(self.footer.directory)]
-        self._offsets = []
-        offset = entry.offset
-        for h in self.headers:
-            self._offsets.append(offset)
-            offset += h.padded_bytes
-        if offset != entry.footer_offset or len(self.headers) != self.footer.num_records:
-            raise self._damaged("its directory")
-        self.num_bytes = entry.end_offset - entry.offset
-
-    def _damaged(self, what: str) -> CorruptionError:
-        error = CorruptionError(f"step {self.entry.step} is damaged: {what} in {self.entry.path} does not fit its checksum.")
-        error.step = self.entry.step
-        return error
-
-    @property
-    def step(self) -> int:
-        return self.entry.step
-
-    @property
-    def ops(self) -> tuple[Op, ...]:
-        return self.footer.ops
-
-    @property
-    def audit(self) -> Any:
-        return audit_entries(self.footer)
-
-    def cursor(self) -> bytes:
-        """The encoded cursor of this step."""
-        return self._raw(len(self.headers) - 1, CURSOR).tobytes()
-
-    def _raw(self, ordinal: int, type_: int = DATA) -> Bytes:
-        """Decoded payload of one record, verified."""
-        return self._load([ordinal], Scratch(), type_)[ordinal]
-
-    def _load(self, ordinals: Sequence[int], scratch: Scratch, type_: int = DATA) -> dict[int, Bytes]:
-        """Decoded payloads of records (ascending), verified."""
-        found: dict[int, Bytes] = {}
-        for first, stop, part in self._ranges(ordinals, type_):
-            data = self._reader.read_direct(scratch.take(stop - first), first, stop - first)
-            self._decode(part, first, data, scratch, found, type_)
-        return found
-
-    def _ranges(self, ordinals: Sequence[int], type_: int) -> list[tuple[int, int, Sequence[int]]]:
-        """Bytes of the file to be read at once, and the records in them: those that follow each other."""
-        found = []
-        i = 0
-        while i < len(ordinals):
-            first, stop = self._range(ordinals[i], type_)
-            j = i + 1
-            while j < len(ordinals) and ordinals[j] == ordinals[j - 1] + 1 and stop - first < _READ_BYTES:
-                stop = self._range(ordinals[j], type_)[1]
-                j += 1
-            found.append((first, stop, ordinals[i:j]))
-            i = j
-        return found
-
-    def _decode(
-        self, ordinals: Sequence[int], at: int, data: Bytes, scratch: Scratch, found: dict[int, Bytes], type_: int
-    ) -> None:
-        for ordinal in ordinals:
-            start, end = self._range(ordinal, type_)
-            found[ordinal] = self._payload(ordinal, data[start - at : end - at], scratch)
-
-    def _range(self, ordinal: int, type_: int) -> tuple[int, int]:
-        """The bytes of the file that are the payload of this record."""
-        if ordinal >= len(self.headers) or self.headers[ordinal].type != type_:
-            raise self._damaged("a reference to a record")
-        first = self._offsets[ordinal] + HEADER_BYTES
-        return first, first + self.headers[ordinal].stored_bytes
-
-    def _payload(self, ordinal: int, stored: Bytes, scratch: Scratch) -> Bytes:
-        """Verified and decoded."""
-        header = self.headers[ordinal]
-        if (
-            len(stored) != header.stored_bytes
-            or records.payload_sum(stored, records.at(self._seed, self._offsets[ordinal])) != header.payload_sum
-        ):
-            raise self._damaged(f"record {ordinal}")
-        if header.codec == codec.RAW:
-            return stored
-        itemsize = dtype_of(header.dtype).itemsize if header.dtype else 1
-        out = scratch.take(header.raw_bytes)[: header.raw_bytes]
-        codec.decode(header.codec, header.codec_version, stored, itemsize, out)
-        return out
-
-    def check_payloads(self) -> None:
-        """Read and verify every record, on-disk headers included."""
-        for ordinal, (header, offset) in enumerate(zip(self.headers, self._offsets, strict=True)):
-            on_disk = records.unpack(self._reader.read(offset, HEADER_BYTES), records.at(self._seed, offset))
-            if on_disk != header:
-                raise self._damaged(f"the header of record {ordinal}")
-            self._raw(ordinal, header.type)
-
-    def read(self, wanted: Sequence[Wanted], scratch: Scratch | None = None) -> list[torch.Tensor]:
-        """Logical elements [start, stop) of tensors in this frame, each as a 1-D tensor of its dtype."""
-        parts = [self._parts(*w) for w in wanted]
-        raws = self._load(_ordinals(parts), scratch or Scratch())
-        return self._tensors(wanted, parts, raws)
-
-    def begin(self, wanted: Sequence[Wanted], scratch: Scratch) -> Callable[[], list[torch.Tensor]]:
-        """read() that goes on in the background; the same thread calls the result."""
-        parts = [self._parts(*w) for w in wanted]
-        under_way = [
-            (self._reader.begin_direct(scratch.take(stop - first), first, stop - first), first, part)
-            for first, stop, part in self._ranges(_ordinals(parts), DATA)
-        ]
-
-        def get() -> list[torch.Tensor]:
-            raws: dict[int, Bytes] = {}
-            for data, first, part in under_way:
-                self._decode(part, first, data(), scratch, raws, DATA)
-            return self._tensors(wanted, parts, raws)
-
-        return get
-
-    def _tensors(
-        self, wanted: Sequence[Wanted], parts: list[list[tuple[int, int, int]]], raws: dict[int, Bytes]
-    ) -> list[torch.Tensor]:
-        return [self._elements(ref, stop - start, p, raws) for (ref, start, stop), p in zip(wanted, parts, strict=True)]
-
-    def _parts(self, ref: TensorRef, start: int, stop: int) -> list[tuple[int, int, int]]:
-        """(ordinal, first byte, elements) of the pieces that hold elements [start, stop)."""
-        size = dtype_of(ref.dtype).itemsize
-        found = []
-        position = 0
-        for ordinal in range(ref.first, ref.first + ref.num_pieces if stop > start else ref.first):
-            if ordinal >= len(self.headers):
-                raise self._damaged("a reference to a record")
-            count = ref.numel if self.headers[ordinal].uid == 0 else self.headers[ordinal].count
-            low, high = max(start, position), min(stop, position + count)
-            if low < high:
-                found.append((ordinal, ref.offset + (low - position) * size, high - low))
-            position += count
-        return found
-
-    def _elements(
-        self, ref: TensorRef, count: int, parts: list[tuple[int, int, int]], raws: dict[int, Bytes]
-    ) -> torch.Tensor:
-        dtype = dtype_of(ref.dtype)
-        size = dtype.itemsize
-        found = [self._typed(raws[ordinal][first : first + n * size], dtype, n) for ordinal, first, n in parts]
-        if sum(n for _, _, n in parts) != max(count, 0):
-            raise self._damaged("a reference to a tensor")
-        if not found:
-            return torch.empty(0, dtype=dtype)
-        return found[0] if len(found) == 1 else torch.cat(found)
-
-    def _typed(self, raw: Bytes, dtype: torch.dtype, count: int) -> torch.Tensor:
-        if len(raw) != count * dtype.itemsize:
-            raise self._damaged("the length of a tensor")
-        return typed(raw, dtype)

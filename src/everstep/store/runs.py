@@ -29,8 +29,8 @@ from everstep.format.documents import (
     TimelineDocument,
 )
 from everstep.format.segment import parse_name
-from everstep.store import bases, files
-from everstep.store.log import Segment
+from everstep.store import bases, files, shared
+from everstep.store.segments import Segment
 
 RUN_FILE = "run.json"
 LOCK_FILE = "lock"
@@ -316,6 +316,8 @@ class Listing:
     path: RunPath
     timelines: dict[int, TimelineListing]
     problems: list[str]
+    shared: str = ""
+    """The run's folder in this host's memory, if there is one."""
 
     def generations(self) -> dict[int, GenerationDocument]:
         return {n: g for t in self.timelines.values() for n, g in t.generations.items()}
@@ -324,7 +326,8 @@ class Listing:
 def read_listing(path: RunPath) -> Listing:
     """Read all documents and scan all segments. Damage is collected in `problems`, not raised."""
     path.must_exist()
-    listing = Listing(path.read_run(), path, {}, [])
+    run = path.read_run()
+    listing = Listing(run, path, {}, [], shared.shared_folder(run.run, path.path))
     for name in files.listing(path.timelines()):
         if re.fullmatch(r"\d{4,}", name):
             _read_timeline(listing, int(name))
@@ -397,3 +400,8 @@ def _read_timeline(listing: Listing, number: int) -> None:
             continue
         timeline.segments.append(segment)
         timeline.problems.extend(segment.problems)
+    for name in files.listing(shared.log_folder(listing.shared, number)):
+        parsed = parse_name(name)
+        if parsed is not None:
+            file = os.path.join(shared.log_folder(listing.shared, number), name)
+            timeline.segments.append(Segment(file, listing.run.run, 0, *parsed, in_memory=True).scan())

@@ -1,0 +1,260 @@
+"""The shadow's process: listens, lets trainers in, passes what they say to the Shadow. Outlives them.
+
+    python -m everstep.follow.serve RUN --folder FOLDER-IN-MEMORY ...
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import importlib
+import json
+import os
+import resource
+import signal
+import socket
+import sys
+import threading
+import time
+from typing import Any
+
+from everstep.background import give_way
+from everstep.errors import EverstepError, LinkError
+from everstep.follow.shadow import DISK, MEMORY, Handout, Progress, Shadow
+from everstep.link import addresses, sockets
+from everstep.link.messages import (
+    Ack,
+    Bye,
+    Close,
+    Fetch,
+    Fetched,
+    Frame,
+    Hello,
+    Message,
+    Mismatch,
+    Resend,
+    Resume,
+    State,
+    Status,
+    StatusReply,
+    Trouble,
+)
+from everstep.link.sockets import Channel
+from everstep.store import shared
+from everstep.store.runs import RunPath
+from everstep.store.segments import FrameEntry
+
+SOCKET = "shadow.sock"
+LOCK = "shadow.lock"
+OUTPUT = "shadow.log"
+_TELL_S = 2.0
+"""A trainer that does not listen for so long is let go; it connects again."""
+
+
+def no_payload(message: Message, num_bytes: int) -> memoryview | None:
+    """A sink for connections on which no payload is expected."""
+    return None
+
+
+class Server:
+    """Connections to one Shadow."""
+
+    def __init__(self, shadow: Shadow, run: str) -> None:
+        self._shadow = shadow
+        self._run = run
+        self._lock = threading.Lock()
+        self._trainer: Channel | None = None
+        self._trainer_generation = 0
+        self._began = time.time()
+        shadow.tell = self._tell
+
+    def accept(self, listener: socket.socket) -> None:
+        """Serve everyone who connects, each in a thread. Returns when the listener is closed."""
+        while True:
+            try:
+                sock, _ = listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(sock,), daemon=True).start()
+
+    def _serve(self, sock: socket.socket) -> None:
+        with contextlib.suppress(LinkError, OSError), Channel(sock, no_payload) as channel:
+            handshake = sockets.listen_to(channel)
+            reason = self._refusal(handshake.hello, channel)
+            if reason:
+                sockets.refuse(channel, handshake, reason)
+                return
+            progress = self._shadow.progress
+            sockets.admit(
+                channel, handshake, generation=self._shadow.generation, step=progress.folded, received=progress.received,
+                base=progress.base,
+            )  # fmt: skip
+            {"train": self._train, "fetch": self._fetch, "status": self._status}[handshake.hello.purpose](channel)
+
+    def _refusal(self, hello: Hello, channel: Channel) -> str:
+        """Why this client may not go on; empty if it may. A trainer that may is the trainer from here on."""
+        if hello.run != self._run:
+            return f"this is the shadow of run {self._run}, not of {hello.run}"
+        if hello.purpose != "train":
+            return ""
+        with self._lock:
+            if hello.generation < max(self._trainer_generation, self._shadow.generation):
+                return f"generation {hello.generation} has been superseded by {self._shadow.generation}"
+            if self._trainer is not None and hello.generation == self._trainer_generation:
+                return f"another trainer of generation {hello.generation} is connected"
+            before, self._trainer, self._trainer_generation = self._trainer, channel, hello.generation
+            self._shadow.attached = True
+        if before is not None:
+            before.close()
+        return ""
+
+    # -- a trainer ----------------------------------------------------------------------------------------------------
+
+    def _train(self, channel: Channel) -> None:
+        try:
+            while True:
+                for received in channel.receive():
+                    self._hear(channel, received.message)
+        finally:
+            with self._lock:
+                if self._trainer is channel:
+                    self._trainer = None
+                    self._shadow.trainer_gone()
+
+    def _hear(self, channel: Channel, message: Message) -> None:
+        shadow = self._shadow
+        if isinstance(message, Frame):
+            shadow.frame(
+                FrameEntry(
+                    message.step, message.offset, message.footer_offset, self._segment(message.segment),
+                    self._trainer_generation, message.end_offset,
+                ),
+                message.watermark,
+            )  # fmt: skip
+        elif isinstance(message, Resume):
+            shadow.resume(message.timeline, message.generation, message.step)
+        elif isinstance(message, Close):
+            if message.finish:
+                shadow.end(base=False)
+            channel.send(Bye(), timeout=_TELL_S)
+        else:
+            raise LinkError(f"a trainer does not say {type(message).__name__} here")
+
+    def _segment(self, name: str) -> str:
+        """The file that a trainer of this host means: in memory or on disk, never elsewhere."""
+        place, _, file = name.partition("/")
+        if place == MEMORY and "/" not in file:
+            return os.path.join(shared.log_folder(self._shadow.folder, self._shadow.timeline), file)
+        if place == DISK and "/" not in file:
+            return os.path.join(self._shadow.path.log(self._shadow.timeline), file)
+        raise LinkError(f"{name!r} is not a segment of this run")
+
+    def _tell(self, kind: str, value: Any) -> None:
+        """In the shadow's thread."""
+        channel = self._trainer
+        if channel is None:
+            return
+        message: Message
+        if kind == "progress":
+            p: Progress = value
+            message = Ack(p.received, p.folded, p.base, p.durable, p.proven)
+        elif kind == "mismatch":
+            message = Mismatch(*value)
+        elif kind == "needs base":
+            message = Resend("base", max(value, 0), "a state to go on from")
+        else:
+            message = Trouble(value)
+        try:
+            channel.send(message, timeout=_TELL_S)
+        except LinkError:
+            channel.close()
+
+    # -- others -------------------------------------------------------------------------------------------------------
+
+    def _fetch(self, channel: Channel) -> None:
+        for received in channel.receive(30.0):
+            if not isinstance(received.message, Fetch):
+                raise LinkError(f"Fetch was expected, not {type(received.message).__name__}")
+            try:
+                handout: Handout = self._shadow.hand_out()
+            except EverstepError as e:
+                channel.send(Trouble(str(e)))
+                return
+            try:
+                channel.send(
+                    State(
+                        handout.step, handout.generation, handout.timeline, handout.proven, handout.file, handout.num_bytes
+                    ),
+                    memoryview(handout.manifest),
+                )  # fmt: skip
+                done = channel.receive(600.0)
+                if not done or not isinstance(done[0].message, Fetched):
+                    raise LinkError("the state that was handed out was not acknowledged")
+            finally:
+                handout.done()
+
+    def _status(self, channel: Channel) -> None:
+        for received in channel.receive(30.0):
+            if isinstance(received.message, Status):
+                channel.send(StatusReply(json.dumps(self.status())))
+
+    def status(self) -> dict[str, Any]:
+        p = self._shadow.progress
+        return {
+            "pid": os.getpid(), "run": self._run, "path": self._shadow.path.path, "timeline": self._shadow.timeline,
+            "generation": self._shadow.generation, "trainer": self._trainer is not None, "received": p.received,
+            "folded": p.folded, "base": p.base, "durable": p.durable, "proven": p.proven,
+            "rss_kb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, "cpu_s": time.process_time(),
+            "up_s": time.time() - self._began,
+        }  # fmt: skip
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="everstep-shadow", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("run")
+    parser.add_argument("--folder", required=True, help="the run's folder in memory")
+    parser.add_argument("--interval", type=int, default=200, help="steps between bases")
+    parser.add_argument("--idle", type=float, default=600.0, help="seconds without a trainer after which it ends")
+    parser.add_argument("--keep-log", action="store_true", help="copy the log to the run's folder on disk")
+    parser.add_argument("--register", action="append", default=[], help="module:Class of an optimizer to import")
+    args = parser.parse_args(argv)
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # meant for the trainer
+    give_way()
+
+    import torch
+
+    from everstep.fold import register
+
+    torch.set_num_threads(1)
+    for name in args.register:
+        module, _, qualname = name.partition(":")
+        register(getattr(importlib.import_module(module), qualname))
+    shared.make_private(args.folder)
+    lock = os.open(os.path.join(args.folder, LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        print("another shadow of this run is there already", flush=True)
+        return 1
+    path = RunPath(args.run)
+    shadow = Shadow(
+        path, args.folder, base_interval=args.interval, keep_log=args.keep_log, idle_s=args.idle,
+        say=lambda text: print(f"{time.strftime('%H:%M:%S')} {text}", flush=True),
+    )  # fmt: skip
+    server = Server(shadow, path.read_run().run)
+    listener = addresses.listen(addresses.parse_address(f"unix://{args.folder}/{SOCKET}"))
+    threading.Thread(target=server.accept, args=(listener,), daemon=True).start()
+    signal.signal(signal.SIGTERM, lambda *_: shadow.end(base=True))
+    try:
+        shadow.run()
+    finally:
+        listener.close()
+        with contextlib.suppress(OSError):
+            os.unlink(os.path.join(args.folder, SOCKET))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

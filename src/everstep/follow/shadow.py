@@ -1,0 +1,449 @@
+"""The eager follower: folds each frame as it arrives, holds the newest state in shared memory, writes the bases.
+
+One thread (run()) owns the state; connections give it work and are told how far it is. It outlives its trainer.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from everstep.errors import CorruptionError, EverstepError, StorageError
+from everstep.follow.arena import Home
+from everstep.follow.compact import Held, describe
+from everstep.format import documents, records
+from everstep.format.documents import Manifest
+from everstep.format.segment import parse_name
+from everstep.frame import Update
+from everstep.memory import Bytes
+from everstep.restore.execute import check_chain
+from everstep.restore.plan import Line, line_of
+from everstep.store import files, shared
+from everstep.store.runs import RunPath, read_listing
+from everstep.store.segments import FrameEntry, Segment, StoredFrame
+
+MEMORY, DISK = "memory", "disk"
+"""Where a segment is: the first part of its name in messages."""
+_BATCH_FRAMES = 16
+
+
+@dataclass
+class Progress:
+    """How far the shadow is. -1: not yet."""
+
+    received: int = -1
+    folded: int = -1
+    base: int = -1
+    durable: int = -1
+    """On this host's disk: the last step of the log that is kept there, or of the newest base."""
+    proven: int = -1
+
+
+@dataclass
+class Handout:
+    """The state at one step, ready to be mapped. It does not change before `done` is called."""
+
+    step: int
+    generation: int
+    timeline: int
+    proven: bool
+    manifest: bytes
+    file: str
+    num_bytes: int
+    done: Callable[[], None] = field(repr=False)
+
+
+class Shadow:
+    """S(newest) of one run, in memory."""
+
+    def __init__(
+        self, path: RunPath, folder: str, *, base_interval: int, keep_log: bool = False, num_workers: int = 1,
+        idle_s: float = 600.0, say: Callable[[str], None] = lambda text: None,
+    ) -> None:  # fmt: skip
+        self.path = path
+        self.folder = folder
+        self._run = path.read_run().run
+        self._interval = base_interval
+        self._keep_log = keep_log
+        self._num_workers = num_workers
+        self._idle_s = idle_s
+        self._say = say
+        self._work = threading.Condition()
+        self._jobs: deque[Callable[[], None]] = deque()
+        self._entries: dict[int, FrameEntry] = {}
+        self._held: Held | None = None
+        self._home = Home(folder)
+        self._fingerprint: dict[str, Any] = {}
+        self._readers: dict[str, shared.MappedReader | files.Reader] = {}
+        self._kept: dict[str, files.Appender] = {}
+        self._handed_out = 0
+        self.timeline = self.generation = 0
+        self.watermark = -1
+        """Frames above this step wait: other shadows do not have them yet. Without others it is what has been received."""
+        self.progress = Progress()
+        self.attached = False
+        """Whether a trainer is connected."""
+        self._since = time.monotonic()
+        self._ending = False
+        self.tell: Callable[[str, Any], None] = lambda kind, value: None
+        """Set by the server: ("progress" | "mismatch" | "trouble" | "needs base", value)."""
+
+    # -- called by connections ----------------------------------------------------------------------------------------
+
+    def do(self, job: Callable[[], None]) -> None:
+        """Run this in the shadow's thread, between two folds."""
+        with self._work:
+            self._jobs.append(job)
+            self._work.notify_all()
+
+    def frame(self, entry: FrameEntry, watermark: int) -> None:
+        """A frame is complete in the log."""
+        with self._work:
+            held = self._held
+            if entry.generation == self.generation and (held is None or held.step is None or entry.step > held.step):
+                self._entries[entry.step] = entry
+            self.progress.received = max(self.progress.received, entry.step)
+            self.watermark = max(self.watermark, watermark)
+            self._work.notify_all()
+
+    def trainer_gone(self) -> None:
+        """The connection was lost: whatever it has left complete in the log is folded."""
+        self.attached = False
+        self._since = time.monotonic()
+        self.do(self._read_the_rest)
+
+    def resume(self, timeline: int, generation: int, step: int) -> None:
+        """A trainer goes on from this step in this generation, or has written a base of it."""
+        self.do(lambda: self._resume(timeline, generation, step))
+
+    def hand_out(self) -> Handout:
+        """The newest state. Waits for the fold that is under way."""
+        found: list[Handout | Exception] = []
+        ready = threading.Event()
+
+        def job() -> None:
+            try:
+                if not self.attached:
+                    self._read_the_rest()
+                    self._fold_all()
+                found.append(self._hand_out())
+            except Exception as e:
+                found.append(e)
+            ready.set()
+
+        self.do(job)
+        ready.wait()
+        if isinstance(found[0], Exception):
+            raise found[0]
+        return found[0]
+
+    def end(self, *, base: bool) -> None:
+        """Stop; `base`: after a base of the last step has been written."""
+        self.do(lambda: self._end(base))
+
+    # -- its thread ---------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Until end(), or until it has been alone for so long."""
+        try:
+            while not self._ending:
+                self._turn()
+        finally:
+            self._close()
+
+    def _turn(self) -> None:
+        with self._work:
+            self._work.wait_for(lambda: bool(self._jobs) or self._can_fold(), timeout=1.0)
+            job = self._jobs.popleft() if self._jobs else None
+        try:
+            if job is not None:
+                job()
+            elif self._can_fold():
+                self._fold(_BATCH_FRAMES)
+                self._base_if_due()
+            elif not self.attached and time.monotonic() - self._since > self._idle_s:
+                self._say(f"no trainer for {self._idle_s:.0f} s: this shadow leaves a base and ends")
+                self._end(True)
+        except (EverstepError, OSError) as e:
+            self._failed(e)
+
+    def _failed(self, e: Exception) -> None:
+        """What is held can no longer be trusted to be the trainer's state: start from a base again."""
+        self._say(f"{type(e).__name__}: {e}")
+        self.tell("trouble", f"{type(e).__name__}: {e}")
+        if isinstance(e, StorageError):
+            return  # a base that could not be written: what is held is right, and it is tried again later
+        self._forget()
+        self.tell("needs base", self.progress.received)
+
+    def _forget(self) -> None:
+        if self._held is not None:
+            self._held.forget()
+        self._held = None
+        self.progress.folded = -1
+
+    def _can_fold(self) -> bool:
+        held = self._held
+        return (
+            held is not None and held.step is not None and not self._handed_out
+            and held.step + 1 in self._entries and held.step < self.watermark
+        )  # fmt: skip
+
+    def _fold_all(self) -> None:
+        while self._can_fold():
+            self._fold(_BATCH_FRAMES)
+
+    def _fold(self, at_most: int) -> None:
+        held = self._held
+        assert held is not None and held.step is not None
+        entries: list[FrameEntry] = []
+        while len(entries) < at_most and held.step + len(entries) < self.watermark:
+            entry = self._entries.get(held.step + len(entries) + 1)
+            if entry is None:
+                break
+            entries.append(entry)
+        frames = [StoredFrame(e, self._reader(e), self._seed(e)) for e in entries]
+        check_chain(frames)
+        self._read_in_place(frames)
+        before = held.step
+        bad = held.fold(frames, self._fingerprint)
+        last = entries[-1].step
+        if bad:
+            self._forget()
+            text = (
+                f"step {last}: the state that the log leads to (from step {before}) differs from the trainer's in "
+                f"{', '.join(bad[:5])}"
+            )
+            self._say(text)
+            self.tell("mismatch", (last, text))
+            return
+        self._home.settle(held.state)
+        if self._keep_log:
+            self._keep(entries)
+        self.progress.folded = last
+        if held.complete:
+            self.progress.proven = last
+        with self._work:
+            for entry in entries:
+                del self._entries[entry.step]
+        self.tell("progress", self.progress)
+
+    def _reader(self, entry: FrameEntry) -> shared.MappedReader | files.Reader:
+        """The segment's reader; mapped once for as long as its file is used again under other names."""
+        if not entry.path.startswith(self.folder):
+            reader = self._readers.get(entry.path)
+            if reader is None:
+                self._drop_readers(lambda path: not path.startswith(self.folder))
+                reader = self._readers[entry.path] = files.Reader(entry.path, direct=True)
+            return reader
+        key = f"{self.folder}/{os.stat(entry.path).st_ino}"
+        found = self._readers.get(key)
+        if found is None or found.num_bytes < entry.end_offset:
+            if len(self._readers) > 64:
+                self._drop_readers(lambda path: True)
+            found = self._readers[key] = shared.MappedReader(entry.path)
+        return found
+
+    def _drop_readers(self, which: Callable[[str], bool]) -> None:
+        for path in [p for p in self._readers if which(p)]:
+            self._readers.pop(path).close()
+
+    def _seed(self, entry: FrameEntry) -> int:
+        parsed = parse_name(os.path.basename(entry.path))
+        if parsed is None:
+            raise CorruptionError(f"{entry.path} is not a segment")
+        return records.seed_of(bytes.fromhex(self._run), parsed[0], 0, parsed[1])
+
+    def _read_in_place(self, frames: list[StoredFrame]) -> None:
+        """Gradients are used where they are in the log, unless the optimizer may write into them."""
+        assert self._held is not None
+        fused = {
+            name: all(dict(h.items() if isinstance(h, dict) else ()).get("fused") is True for h in o.hyper)
+            for name, o in self._held.state.optimizers.items()
+        }
+        for frame in frames:
+            in_place = all(
+                fused.get(op.optimizer, False) and op.grad_scale is None for op in frame.ops if isinstance(op, Update)
+            )
+            if isinstance(frame.reader, shared.MappedReader):
+                frame.reader.copies = not in_place
+
+    def _keep(self, entries: list[FrameEntry]) -> None:
+        """Copy frames to the log on disk: the same bytes at the same places."""
+        for entry in entries:
+            if not entry.path.startswith(self.folder):
+                self.progress.durable = entry.step  # it was written there
+                continue
+            path = os.path.join(self.path.log(self.timeline), os.path.basename(entry.path))
+            file = self._kept.get(path)
+            if file is None:
+                for old in self._kept.values():
+                    old.close(sync=True)
+                self._kept.clear()
+                if os.path.exists(path):  # of a shadow before this one: it may end in the middle of a frame
+                    files.remove(path)
+                file = self._kept[path] = files.Appender(path, direct=False)
+            reader = self._reader(entry)
+            at = file.offset
+            file.put(reader.read_direct(_NOTHING, at, entry.end_offset - at))
+            file.sync()
+            if not at:
+                files.sync_dir(os.path.dirname(path))
+            self.progress.durable = entry.step
+
+    def _base_if_due(self) -> None:
+        if self.progress.folded - self.progress.base >= self._interval:
+            self._base()
+
+    def _base(self) -> None:
+        held = self._held
+        if held is None or held.step is None or held.step == self.progress.base:
+            return
+        manifest = held.write_base(direct=files.supports_direct(self.path.bases(self.timeline)))
+        self.progress.base = max(self.progress.base, manifest.step)
+        self.progress.durable = max(self.progress.durable, manifest.step)
+        self.tell("progress", self.progress)
+
+    # -- where it stands ----------------------------------------------------------------------------------------------
+
+    def _resume(self, timeline: int, generation: int, step: int) -> None:
+        if generation < self.generation:
+            return  # a dead trainer's
+        held = self._held
+        if generation == self.generation:
+            self.progress.base = max(self.progress.base, step)
+            if held is None:
+                self._from_base()
+            return
+        with self._work:
+            self._entries = {n: e for n, e in self._entries.items() if e.generation >= generation}
+        self.timeline, self.generation = timeline, generation
+        self._fingerprint = {}
+        self.progress.received = self.watermark = step
+        self._drop_readers(lambda path: True)
+        if held is not None and held.step == step:
+            held.go_on(timeline, generation)
+            self._fingerprint = self._line().newest.fingerprint
+            self.progress.folded = step
+        else:
+            self._forget()
+            self._from_base()
+        self.tell("progress", self.progress)
+
+    def _line(self) -> Line:
+        line = line_of(read_listing(self.path))
+        if line.newest.generation != self.generation:
+            raise CorruptionError(f"generation {self.generation} has been superseded by {line.newest.generation}")
+        return line
+
+    def _from_base(self) -> None:
+        """Hold the newest base from which the log leads to its end; if there is none, ask for one."""
+        line = self._line()
+        self._fingerprint = line.newest.fingerprint
+        known = {**line.frames, **self._entries}
+        newest = max([self.progress.received, *known])
+        for base in sorted(line.bases, reverse=True):
+            n = base
+            while n + 1 in known:
+                n += 1
+            if n >= newest:
+                break
+        else:
+            self.tell("needs base", newest)
+            return
+        held = Held(self.path, self.timeline, self.generation, num_workers=self._num_workers)
+        held.load(line, base)
+        self._home.settle(held.state)
+        self._held = held
+        self.progress.base, self.progress.folded = max(line.bases), base
+        with self._work:
+            self._entries = {n: e for n, e in known.items() if n > base}
+            self.progress.received = newest
+            self.watermark = max(self.watermark, newest)
+        self._say(f"holds step {base} of {self.path.path}")
+        self.tell("progress", self.progress)
+
+    def _read_the_rest(self) -> None:
+        """Frames that were finished but not announced."""
+        held = self._held
+        if held is None or held.step is None:
+            return
+        folder = shared.log_folder(self.folder, self.timeline)
+        for place in (folder, self.path.log(self.timeline)):
+            for name in files.listing(place):
+                parsed = parse_name(name)
+                if parsed is None or parsed[0] != self.generation:
+                    continue
+                segment = Segment(os.path.join(place, name), self._run, 0, *parsed, in_memory=place == folder).scan()
+                for entry in segment.frames:
+                    if entry.step > held.step:
+                        self._entries.setdefault(entry.step, entry)
+        n = held.step
+        while n + 1 in self._entries and self._is_whole(self._entries[n + 1]):
+            n += 1
+        with self._work:
+            self._entries = {s: e for s, e in self._entries.items() if s <= n}
+            self.progress.received = self.watermark = n
+
+    def _is_whole(self, entry: FrameEntry) -> bool:
+        try:
+            StoredFrame(entry, self._reader(entry), self._seed(entry)).check_payloads()
+        except (CorruptionError, OSError):
+            return False
+        return True
+
+    def _hand_out(self) -> Handout:
+        held = self._held
+        if held is None or held.step is None:
+            raise CorruptionError("this shadow holds no state yet")
+        state = held.state
+        slots, tensors, fields = describe(state)
+        file, num_bytes, stored = self._home.hand_out(slots, tensors)
+        manifest = Manifest(
+            run=self._run, timeline=self.timeline, generation=self.generation, step=state.step, layout=state.layout,
+            tensors=stored, files={}, cursor=base64.b64encode(state.cursor).decode(), audit="folded",
+            fingerprint=self._fingerprint, **fields,
+        )  # fmt: skip
+        self._handed_out += 1
+        told = threading.Event()
+
+        def done() -> None:
+            if not told.is_set():
+                told.set()
+                with self._work:
+                    self._handed_out -= 1
+                    self._work.notify_all()
+
+        return Handout(
+            state.step, self.generation, self.timeline, held.complete or self.progress.proven == state.step,
+            documents.encode(manifest), file, num_bytes, done,
+        )  # fmt: skip
+
+    def _end(self, base: bool) -> None:
+        if self._ending:
+            return
+        if base and self._held is not None:
+            if not self.attached:
+                self._read_the_rest()
+            self._fold_all()
+            with contextlib.suppress(CorruptionError):  # superseded: another trainer has it now
+                self._base()
+        self._ending = True
+
+    def _close(self) -> None:
+        self._drop_readers(lambda path: True)
+        for file in self._kept.values():
+            file.close(sync=True)
+        self._home.close()
+
+
+_NOTHING: Bytes = np.empty(0, np.uint8)

@@ -1,0 +1,236 @@
+"""The log in memory: segments in a tmpfs folder of this host that outlive the trainer, not the host.
+
+Files are mapped: what is written goes straight into them, and who reads sees it in place. A file whose frames are no longer
+needed gets the name of the next segment (its old content never looks valid there), so that nothing is allocated in the
+long run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import mmap
+import os
+import stat
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from everstep.errors import StorageError, UsageError
+from everstep.memory import Bytes
+
+_GROW_BYTES = 1 << 20
+SEGMENT_BYTES = 4 << 20
+"""A new segment after so much: large frames have one each, and are recycled one by one."""
+
+
+def shared_folder(run: str, path: str) -> str:
+    """The folder in memory of the run with this id at this path (a copy of a run is another run)."""
+    place = hashlib.blake2b(os.path.realpath(path).encode(), digest_size=4).hexdigest()
+    return os.path.join(os.environ.get("EVERSTEP_SHARED", "/dev/shm"), f"everstep-{os.getuid()}", f"{run}-{place}")
+
+
+def make_private(folder: str) -> None:
+    """Make a folder that only this user can look into; UsageError if somebody else's is in the way."""
+    top = os.path.dirname(os.path.dirname(folder))
+    if not os.path.isdir(top):
+        raise UsageError(f"mode='shadow' keeps the log in memory, and there is no {top}: set EVERSTEP_SHARED to a tmpfs")
+    for each in (os.path.dirname(folder), folder):
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(each, 0o700)
+        found = os.lstat(each)
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+            raise UsageError(f"{each} is not a folder that only this user can open: remove it, or set EVERSTEP_SHARED")
+
+
+def log_folder(shared: str, timeline: int, rank: int = 0) -> str:
+    """Where segments of a timeline are, below a run's folder in memory."""
+    return os.path.join(shared, f"log-{timeline:04d}-{rank:05d}")
+
+
+def _error(op: str, path: str, e: OSError) -> StorageError:
+    hint = "shared memory is full" if e.errno in (errno.ENOSPC, errno.ENOMEM) else "see the system's message"
+    return StorageError(f"{op} {path}: {e.strerror or e} ({hint})")
+
+
+class _File:
+    """An open file in memory and its mapping."""
+
+    def __init__(self, path: str, fd: int) -> None:
+        self.path = path
+        self.fd = fd
+        self.inode = os.fstat(fd).st_ino
+        self.memory: Bytes = np.empty(0, np.uint8)
+
+    def grow(self, num_bytes: int) -> None:
+        """At least this large. What is not there is asked for now: a fault later would kill the process."""
+        size = -(-num_bytes // _GROW_BYTES) * _GROW_BYTES
+        try:
+            os.posix_fallocate(self.fd, 0, size)
+            self.memory = np.frombuffer(mmap.mmap(self.fd, size), np.uint8)
+        except OSError as e:
+            raise _error("grow", self.path, e) from e
+
+    def close(self) -> None:
+        self.memory = np.empty(0, np.uint8)
+        if self.fd >= 0:
+            os.close(self.fd)
+        self.fd = -1
+
+
+class MappedAppender:
+    """What files.Appender is for a disk. Nothing of it is durable; everything in it survives the process."""
+
+    direct = False
+
+    def __init__(self, file: _File, done: Callable[[_File], None]) -> None:
+        self.path = file.path
+        self._file = file
+        self._done = done
+        self.offset = 0
+
+    def reserve(self, num_bytes: int) -> Bytes:
+        """The next bytes of the file, for the caller to fill before its next call."""
+        end = self.offset + num_bytes
+        if end > len(self._file.memory):
+            self._file.grow(end)
+        region = self._file.memory[self.offset : end]
+        self.offset = end
+        return region
+
+    def pad(self, multiple: int) -> None:
+        rest = -self.offset % multiple
+        if rest:
+            self.reserve(rest)[:] = 0
+
+    def flush(self) -> None: ...
+
+    def sync(self) -> None: ...
+
+    def check_still_there(self) -> None:
+        """StorageError if the path no longer leads to this file."""
+        try:
+            same = os.stat(self.path).st_ino == self._file.inode
+        except OSError as e:
+            raise _error("stat", self.path, e) from e
+        if not same:
+            raise StorageError(f"{self.path} was replaced by another file")
+
+    def truncate(self, offset: int) -> None:
+        """Drop everything from `offset` on. (Frames in memory are valid by their footers: nothing has to be cleared.)"""
+        self.offset = offset
+
+    def close(self, *, sync: bool = True) -> None:
+        self._done(self._file)
+
+    def abandon(self) -> None:
+        self._done(self._file)
+
+
+class MemoryPlace:
+    """Where segments of one generation are made, and given back when nobody needs their steps any more. One thread."""
+
+    segment_bytes = SEGMENT_BYTES
+    in_memory = True
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        make_private(os.path.dirname(folder))
+        os.makedirs(folder, 0o700, exist_ok=True)
+        self._full: list[_File] = []
+        self._free: list[_File] = []
+        self.reused = 0
+
+    def create(self, path: str) -> MappedAppender:
+        """A segment of this name: a file that was given back, or a new one."""
+        if self._free:
+            file = self._free.pop()
+            try:
+                os.rename(file.path, path)
+            except OSError as e:
+                file.close()
+                raise _error("rename", path, e) from e
+            file.path = path
+            self.reused += 1
+        else:
+            try:
+                file = _File(path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+            except OSError as e:
+                raise _error("create", path, e) from e
+        return MappedAppender(file, self._full.append)
+
+    def sync_folder(self) -> None: ...
+
+    def release(self, needed: Callable[[str], bool]) -> None:
+        """Take back full segments unless their names are still needed."""
+        kept = []
+        for file in self._full:
+            if needed(file.path):
+                kept.append(file)
+            else:
+                self._free.append(file)
+        self._full = kept
+        while len(self._free) > 2:
+            file = self._free.pop(0)
+            with contextlib.suppress(OSError):
+                os.unlink(file.path)
+            file.close()
+
+    def num_bytes(self) -> int:
+        """Of segments that wait to be given back."""
+        return sum(len(file.memory) for file in self._full)
+
+    def close(self) -> None:
+        """Let go of the mappings. Files that were given back go; full ones stay for whoever needs them."""
+        for file in self._free:
+            with contextlib.suppress(OSError):
+                os.unlink(file.path)
+        for file in (*self._free, *self._full):
+            file.close()
+        self._free, self._full = [], []
+
+
+class MappedReader:
+    """What files.Reader is for a disk: bytes of a segment in memory, in place unless `copies`."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            self.inode = os.fstat(fd).st_ino
+            self.num_bytes = os.fstat(fd).st_size
+            # Private: whoever writes into what it was given gets a page of its own.
+            self._memory: Bytes = np.frombuffer(
+                mmap.mmap(fd, self.num_bytes, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE), np.uint8
+            ) if self.num_bytes else np.empty(0, np.uint8)
+        finally:
+            os.close(fd)
+        self.copies = False
+        """For readers that may write into what they get."""
+
+    def read(self, offset: int, num_bytes: int) -> bytes:
+        return self._memory[offset : offset + num_bytes].tobytes()
+
+    def read_into(self, buffer: Any, offset: int) -> int:
+        view = np.frombuffer(buffer, np.uint8)
+        found = self._memory[offset : offset + len(view)]
+        view[: len(found)] = found
+        return len(found)
+
+    def read_direct(self, buffer: Bytes, offset: int, num_bytes: int) -> Bytes:
+        """num_bytes from offset: where they are, or in `buffer` if `copies`."""
+        found = self._memory[offset : offset + num_bytes]
+        if not self.copies:
+            return found
+        buffer[: len(found)] = found
+        return buffer[: len(found)]
+
+    def begin_direct(self, buffer: Bytes, offset: int, num_bytes: int) -> Callable[[], Bytes]:
+        return lambda: self.read_direct(buffer, offset, num_bytes)
+
+    def close(self) -> None:
+        self._memory = np.empty(0, np.uint8)
+
+
