@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
+import ssl
 import sys
 import time
 import uuid
@@ -40,7 +41,9 @@ from everstep.fold import class_name, find_class
 from everstep.follow import recover
 from everstep.follow.attend import ON_LAG, ShadowKeeper
 from everstep.follow.keeper import Keeper
+from everstep.follow.ship import RemoteKeeper
 from everstep.format.documents import GenerationDocument, RunDocument, TimelineDocument
+from everstep.link import addresses
 from everstep.naming import named, take_inventory
 from everstep.restore.apply import apply, check_fits
 from everstep.restore.execute import Restored, check_before_replay, restore
@@ -76,6 +79,12 @@ class Options:
     """A new base after so many steps."""
     follower: bool = True
     """Let a low-priority process make bases from the log; False: the trainer takes them itself."""
+    shadow: str = ""
+    """mode="shadow": tcp://host:port of a shadow on another host (`everstep shadow`); empty: one of this host."""
+    shadow_token: str | None = None
+    """What that shadow was given as its token; None: the environment's EVERSTEP_TOKEN, or none."""
+    shadow_cafile: str | None = None
+    """TLS to that shadow, whose certificate this file (or one of its authorities) vouches for."""
     log: str = "memory"
     """mode="shadow": `disk` lets the shadow keep the log on disk too, for time travel and for when the shadow is lost."""
     on_lag: str = "spill"
@@ -221,7 +230,7 @@ class Run:
             raise UsageError(f"already resumed at step {self._resumed}; attach again to resume another step")
         begun = time.perf_counter()
         listing = read_listing(self._path)
-        offer = recover.find(self._path, self._document.run)
+        offer = self._find_shadow()
         try:
             line, asked, offer = self._choose(listing, step, offer)
             if line is None or asked is None:
@@ -344,6 +353,20 @@ class Run:
 
     # -- resuming -----------------------------------------------------------------------------------------------------
 
+    def _find_shadow(self) -> recover.Offer | None:
+        address = self._options.shadow
+        if not address:
+            return recover.find(self._path, self._document.run)
+        return recover.find_at(address, self._path, self._document.run, token=self._token(), tls=self._tls())
+
+    def _token(self) -> bytes | None:
+        token = self._options.shadow_token or os.environ.get("EVERSTEP_TOKEN")
+        return token.encode() if token else None
+
+    def _tls(self) -> ssl.SSLContext | None:
+        cafile = self._options.shadow_cafile
+        return addresses.client_context(cafile) if cafile else None
+
     def _choose(
         self, listing: Listing, step: Step, offer: recover.Offer | None
     ) -> tuple[Line | None, int | None, recover.Offer | None]:
@@ -429,7 +452,8 @@ class Run:
         if restored.plan is not None:
             source = f"base {restored.plan.base.step} + {at - restored.plan.base.step} steps"
         else:
-            source = f"from the memory of its shadow, pid {offer.pid if offer is not None else 0}"
+            assert offer is not None
+            source = f"from the memory of its shadow, pid {offer.pid}{f' at {offer.where}' if self._options.shadow else ''}"
         self._say(
             f"everstep: resumed {self.path} at step {at} ({source}{f', new timeline {timeline}' if fork else ''}; "
             f"{'every bit' if restored.proven else 'every bit of the parameters'} proven)"
@@ -501,7 +525,8 @@ class Run:
         )
         self._capture = Capture(
             self._models, self._optimizers, step, self._log, lambda layout: self._path.write_layout(timeline, layout),
-            destination, inventory=inventory, full_audit=options.audit == "full", durability=options.durability,
+            destination, inventory=inventory, full_audit=options.audit == "full",
+            durability="step" if memory is not None else options.durability,
             batch_steps=options.batch_steps, max_inflight_steps=options.max_inflight_steps,
             max_inflight_bytes=options.max_inflight_bytes,
         )  # fmt: skip
@@ -517,11 +542,16 @@ class Run:
             )  # fmt: skip
             recover.dismiss(self._path, self._document.run, generation)
             return
-        self._keeper = ShadowKeeper(
-            self._path, timeline, generation, step, options.retention, options.base_interval, run=self._document.run,
-            log=self._log, memory=memory, disk=disk, optimizers=self._optimizers, on_lag=options.on_lag,
-            max_lag_bytes=options.max_lag_bytes, keep_log=options.log == "disk", idle_s=options.shadow_idle_s, say=self._say,
-        )  # fmt: skip
+        settings: dict[str, Any] = {
+            "run": self._document.run, "log": self._log, "memory": memory, "disk": disk, "optimizers": self._optimizers,
+            "on_lag": options.on_lag, "max_lag_bytes": options.max_lag_bytes, "keep_log": options.log == "disk",
+            "idle_s": options.shadow_idle_s, "say": self._say,
+        }  # fmt: skip
+        where = (self._path, timeline, generation, step, options.retention, options.base_interval)
+        if options.shadow:
+            self._keeper = RemoteKeeper(*where, **settings, address=options.shadow, token=self._token(), tls=self._tls())
+        else:
+            self._keeper = ShadowKeeper(*where, **settings)
 
     # -- data ---------------------------------------------------------------------------------------------------------
 
@@ -697,6 +727,8 @@ class Run:
             self._lock.release()
 
     def _stop(self, capture: Capture, finish: bool) -> None:
+        if self._keeper is not None:
+            self._keeper.let_go()
         capture.settle()
         capture.offload.flush()
         keeper = self._keeper

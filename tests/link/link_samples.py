@@ -114,8 +114,6 @@ def feed(connection: Connection, data: bytes, sizes: Iterable[int] = ()) -> list
         buffer[:n] = data[at : at + n]
         at += n
         got += connection.received(n)
-    while connection.has_more:
-        got += connection.received(0)
     return got
 
 

@@ -43,12 +43,10 @@ class Server:
             n = min(len(buffer), len(data) - at, rng.choice((1, 7, 100, 5000)))
             buffer[:n] = data[at : at + n]
             at += n
-            got = self.connection.received(n)
-            while got:
-                reply = self.handshake.receive(got[0].message, self.connection.handshake_meta)
+            for got in self.connection.received(n):
+                reply = self.handshake.receive(got.message, self.connection.handshake_meta)
                 if reply is not None:
                     self.said.append(reply)
-                got = self.connection.received(0)
 
 
 def framed(meta: bytes, payload_bytes: int = 0) -> bytes:

@@ -300,24 +300,32 @@ def test_before_the_handshake_is_over_there_is_nothing_but_the_handshake(message
 
 def test_before_the_handshake_is_over_there_are_no_payloads_and_no_large_messages() -> None:
     memory = Memory()
-    with pytest.raises(LinkError, match="before the handshake is over"):
-        feed(Connection(memory), wire((m.Bytes("a", 0), b"x")))
+    for message in (HELLO, m.Bytes("a", 0)):
+        with pytest.raises(LinkError, match="at most 65536 and 0 are accepted before the handshake is over"):
+            feed(Connection(memory), framed(m.pack(message), 1)[:HEADER_BYTES])
     assert not memory.given
     assert peak_of(Connection(memory), framed(b"", claimed=MAX_HANDSHAKE_BYTES + 1)) < 100_000
 
 
-def test_messages_behind_the_last_one_of_the_handshake_wait_until_the_connection_is_open() -> None:
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(1, 300), max_size=50))
+def test_nothing_behind_a_message_of_the_handshake_is_read_before_it_is_judged(sizes: list[int]) -> None:
     connection = Connection(Memory())
     welcome = HANDSHAKE_SAMPLES[5]
-    data = wire((welcome, b""), (m.Ack(1, 1, 1, 1, 1), b""), (m.Document("a"), b"abc"))
-    connection.get_buffer()[: len(data)] = data
-    assert plain(connection.received(len(data))) == [(welcome, b"")]
+    rest: list[Sent] = [(m.Ack(1, 1, 1, 1, 1), b""), (m.Document("a"), b"abc")]
+    stream, chunks, got = wire((welcome, b""), *rest), iter(sizes), []
+    while not got:
+        buffer = connection.get_buffer()
+        n = min(len(buffer), next(chunks, 10_000))
+        buffer[:n] = stream[:n]
+        stream = stream[n:]
+        got = connection.received(n)
+    assert plain(got) == [(welcome, b"")]
     assert connection.handshake_meta == m.pack(welcome)
-    assert connection.has_more
+    assert stream == wire(*rest)
     connection.open()
-    assert plain(connection.received(0)) == [(m.Ack(1, 1, 1, 1, 1), b""), (m.Document("a"), b"abc")]
-    assert not connection.has_more
-    assert connection.is_between_messages
+    assert plain(feed(connection, stream)) == rest
+    assert connection.handshake_meta == m.pack(welcome)
 
 
 # -- damage on the way ------------------------------------------------------------------------------------------------

@@ -29,27 +29,27 @@ class Arena:
     def __init__(self, folder: str, num_bytes: int) -> None:
         self.path = os.path.join(folder, f"state-{os.getpid()}-{next(_numbers)}")
         self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        self._size = -(-(num_bytes + _SPARE_BYTES) // _ALIGN) * _ALIGN
-        os.ftruncate(self._fd, self._size)  # takes no memory before it is used
-        self._memory: Bytes = np.frombuffer(mmap.mmap(self._fd, self._size), np.uint8)
-        self._start = self._memory.ctypes.data
+        self.size = -(-(num_bytes + _SPARE_BYTES) // _ALIGN) * _ALIGN
+        os.ftruncate(self._fd, self.size)  # takes no memory before it is used
+        self.memory: Bytes = np.frombuffer(mmap.mmap(self._fd, self.size), np.uint8)
+        self._start = self.memory.ctypes.data
         self.used = 0
 
     def offset_of(self, tensor: torch.Tensor) -> int | None:
         """Where a contiguous tensor lies in the file; None if it does not."""
         offset = tensor.data_ptr() - self._start
-        return offset if tensor.is_contiguous() and 0 <= offset < self._size else None
+        return offset if tensor.is_contiguous() and 0 <= offset < self.size else None
 
     def put(self, data: Bytes) -> tuple[int, Bytes] | None:
         """Copy these bytes in; where, and the memory. None if there is no room."""
         first = -(-self.used // 64) * 64
-        if first + len(data) > self._size:
+        if first + len(data) > self.size:
             return None
         try:
             os.posix_fallocate(self._fd, first, max(len(data), 1))  # a page that is not there would kill the process later
         except OSError as e:
             raise StorageError(f"{self.path}: no shared memory left for the state: {e.strerror}") from e
-        region = self._memory[first : first + len(data)]
+        region = self.memory[first : first + len(data)]
         np.copyto(region, data)
         self.used = first + len(data)
         return first, region
@@ -117,7 +117,7 @@ class Home:
 
         def stored(index: int) -> StoredTensor:
             slot = slots[index]
-            data = arena._memory[offsets[index] : offsets[index] + slot.num_bytes]
+            data = arena.memory[offsets[index] : offsets[index] + slot.num_bytes]
             sums = piece_sums(data, slot.uid, slot.dtype.itemsize)
             return StoredTensor(
                 slot.uid, slot.role, slot.key, dtype_name(slot.dtype), slot.shape, offsets[index], slot.num_bytes, sums,
@@ -127,7 +127,12 @@ class Home:
         with ThreadPoolExecutor(os.cpu_count() or 1, "everstep-sum") as pool:
             found_all = tuple(pool.map(stored, range(len(slots))))
         arena.used = mark  # the copies may be overwritten at the next handing out
-        return arena.path, arena._size, found_all
+        return arena.path, arena.size, found_all
+
+    def bytes_of(self, stored: StoredTensor) -> Bytes:
+        """Where a tensor that was handed out lies."""
+        assert self._arena is not None
+        return self._arena.memory[stored.offset : stored.offset + stored.num_bytes]
 
     def close(self) -> None:
         if self._arena is not None:
@@ -146,15 +151,19 @@ def _places(state: State) -> Iterator[tuple[dict[object, torch.Tensor], object, 
                 yield holder, key, value
 
 
-def take(manifest: Manifest, memory: Bytes) -> list[torch.Tensor]:
-    """The tensors of a state that was handed out, where they lie, every piece verified."""
+def take(manifest: Manifest, memory: Bytes, *, is_mine: bool) -> list[torch.Tensor]:
+    """The tensors of a state that was handed out, every piece verified.
+
+    Where the memory is not this process's own, all but parameters (which are copied into the model's) are copied out of it.
+    """
 
     def check(stored: StoredTensor) -> torch.Tensor:
         data = memory[stored.offset : stored.offset + stored.num_bytes]
         dtype = dtype_named(stored.dtype)
         if len(data) != stored.num_bytes or piece_sums(data, stored.uid, dtype.itemsize) != stored.sums:
             raise CorruptionError(f"step {manifest.step}: {stored.key}, as the shadow handed it out, has another checksum")
-        return with_strides(typed(data, dtype), stored.shape, stored.strides)
+        flat = typed(data, dtype)
+        return with_strides(flat if is_mine or stored.role == "param" else flat.clone(), stored.shape, stored.strides)
 
     with ThreadPoolExecutor(os.cpu_count() or 1, "everstep-sum") as pool:
         return list(pool.map(check, manifest.tensors))

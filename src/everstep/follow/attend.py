@@ -22,11 +22,12 @@ from torch.optim import Optimizer
 
 from everstep import background
 from everstep.errors import EverstepError, HiddenEditWarning, LinkError, UnprotectedWarning
-from everstep.follow.keeper import Keeper
+from everstep.follow import recover
+from everstep.follow.keeper import MAX_LAG, Keeper
 from everstep.follow.serve import OUTPUT, SOCKET, no_payload
 from everstep.follow.shadow import DISK, MEMORY
 from everstep.link import addresses, sockets
-from everstep.link.messages import Ack, Bye, Close, Frame, Hello, Message, Mismatch, Resend, Resume, Trouble
+from everstep.link.messages import Ack, Bye, Close, Frame, Hello, Message, Mismatch, Resend, Resume, Trouble, Welcome
 from everstep.link.sockets import Channel
 from everstep.store import shared
 from everstep.store.log import DiskPlace, LogWriter
@@ -38,6 +39,8 @@ ON_LAG = ("spill", "wait")
 LAG_BYTES = 2 << 30
 _LAG_FRAMES = 4
 _SPARE_BYTES = 256 << 20
+MAX_SHADOWS = 5
+"""In a row that died without having folded a step."""
 _START_S = 120.0
 """How long a new shadow may take to listen."""
 _SEND_S = 5.0
@@ -67,7 +70,7 @@ class ShadowKeeper(Keeper):
         self._entries: dict[int, FrameEntry] = {}
         """Frames that the shadow has not folded."""
         self._guard = threading.Lock()
-        self._to_send: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._to_send: queue.SimpleQueue[Message | FrameEntry] = queue.SimpleQueue()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
         self._channel: Channel | None = None
@@ -75,7 +78,10 @@ class ShadowKeeper(Keeper):
         self._progressed = threading.Condition()
         self.folded = -1
         """By the shadow that lives; -1 while there is none."""
+        self._released = -1
         self._shadows = 0
+        self._deaths = 0
+        """Of shadows in a row that never folded anything."""
         self._lost_at: int | None = None
         self._needs_base = ""
         self._warning = ""
@@ -83,6 +89,7 @@ class ShadowKeeper(Keeper):
         self.spilled_steps = 0
         self._stopping = False
         self._frame_bytes = 0
+        self._attendant: threading.Thread | None = None
         if self.unfit:
             log.place = disk
             return
@@ -102,14 +109,9 @@ class ShadowKeeper(Keeper):
         self._last_steps[entry.path] = step
         with self._guard:
             self._entries[step] = entry
-        self._to_send.put(self._announcement(entry))
+        self._to_send.put(entry)
         self._wake()
         self._make_room()
-
-    def _announcement(self, entry: FrameEntry) -> Frame:
-        place = MEMORY if entry.path.startswith(self._folder) else DISK
-        name = f"{place}/{os.path.basename(entry.path)}"
-        return Frame(entry.step, name, entry.offset, entry.footer_offset, entry.end_offset, entry.step)
 
     def _make_room(self) -> None:
         """Take back what the shadow has folded; if it lags too far, wait or write to disk."""
@@ -137,6 +139,7 @@ class ShadowKeeper(Keeper):
 
     def _release(self) -> None:
         floor = self.folded
+        self._released = max(self._released, floor)
         self._memory.release(lambda path: self._last_steps.get(path, 1 << 62) > floor)
         for path in [p for p, last in self._last_steps.items() if last <= floor]:
             del self._last_steps[path]
@@ -149,8 +152,12 @@ class ShadowKeeper(Keeper):
     # -- training thread ----------------------------------------------------------------------------------------------
 
     def wants_base(self, step: int, durable: int, log_bytes: int) -> str:
+        if self._warning:
+            warning, self._warning = self._warning, ""
+            warnings.warn(warning, UnprotectedWarning, stacklevel=4)
         if self.unfit:
-            return super().wants_base(step, durable, log_bytes)
+            why, self._needs_base = self._needs_base, ""
+            return why or super().wants_base(step, durable, log_bytes)
         if self._mismatch is not None:
             message, self._mismatch = self._mismatch, None
             warnings.warn(
@@ -159,10 +166,9 @@ class ShadowKeeper(Keeper):
                 stacklevel=4,
             )
             return message
-        if self._warning:
-            warning, self._warning = self._warning, ""
-            warnings.warn(warning, UnprotectedWarning, stacklevel=4)
         why, self._needs_base = self._needs_base, ""
+        if not why and step - max(self.base_step, 0) >= MAX_LAG * self._interval:
+            why = "the shadow lags"  # or hangs: the log must not grow for ever
         return why
 
     def base_done(self, step: int, log_bytes: int) -> None:
@@ -186,11 +192,17 @@ class ShadowKeeper(Keeper):
     def shadow_pid(self) -> int | None:
         return self._pid if self._channel is not None else None
 
+    def let_go(self) -> None:
+        """Nothing waits for the shadow from here on."""
+        self._stopping = True
+        with self._progressed:
+            self._progressed.notify_all()
+
     def close(self, *, finish: bool = False) -> None:
         """Let the shadow go: with `finish` it ends, else it stays for whoever comes next."""
         self._finish = finish
-        self._stopping = True
-        if not self.unfit:
+        self.let_go()
+        if self._attendant is not None:
             self._wake()
             self._attendant.join()
         super().close()
@@ -204,6 +216,7 @@ class ShadowKeeper(Keeper):
 
     _pid: int | None = None
     _finish = False
+    _said_goodbye = False
 
     def _wake(self) -> None:
         with contextlib.suppress(BlockingIOError, OSError):
@@ -224,13 +237,18 @@ class ShadowKeeper(Keeper):
                     self._lost(e)
             finally:
                 self._channel = None
+        if self._finish:
+            self._see_it_end()
+
+    def _see_it_end(self) -> None:
+        """The run is closed, its last base is written: a shadow that does not end by itself is not needed."""
         process = self._shadow
-        if process is not None and self._finish:
-            try:
-                process.wait(10.0)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        if self._said_goodbye and self._pid is not None and recover.wait_for_end(self._pid, _SEND_S):
+            process = None
+        if process is not None and process.poll() is None:
+            process.kill()
+        if self._shadow is not None:
+            self._shadow.wait()
 
     def _connect(self) -> Channel | None:
         """A connection to the shadow that is there, or to a new one; None: not yet."""
@@ -245,19 +263,29 @@ class ShadowKeeper(Keeper):
                     channel.close()
                     raise
             if self._shadow is None or self._shadow.poll() is not None:
-                if self._shadow is not None and self._shadow.returncode not in (0, None):
-                    time.sleep(min(0.05 * 2 ** min(self._shadows, 6), _RETRY_S))
+                if self._deaths >= MAX_SHADOWS:
+                    self._give_up()
+                    return None
+                time.sleep(0.2 * self._deaths)
+                self._deaths += 1
                 self._start()
             time.sleep(0.02)
         return None
 
+    def _give_up(self) -> None:
+        """Shadows die one after another: the log goes to disk, and bases come from the trainer, as without one."""
+        self.unfit = self._stopping = True
+        self._register = None
+        self._log.place = self._disk
+        with contextlib.suppress(OSError), open(os.path.join(self._folder, OUTPUT), "rb") as output:
+            told = output.read()[-2000:].decode(errors="replace")
+            self._warning = f"{self._path.path}: shadows die as soon as they start; going on without. The last said:\n{told}"
+        self._needs_base = "there is no shadow"
+
     def _introduce(self, channel: Channel) -> Channel:
-        hello = Hello(
-            1, self._run_id, self._path.path, self._timeline, self._generation, 0, "train",
-            {k: str(v) for k, v in describe_writer().items()},
-        )  # fmt: skip
-        welcome = sockets.introduce(channel, hello)
+        welcome = sockets.introduce(channel, self._hello(), self._token)
         self._pid = welcome.pid
+        self._before_resume(channel, welcome)
         with contextlib.suppress(queue.Empty):
             while True:
                 self._to_send.get_nowait()  # all is said anew
@@ -265,8 +293,27 @@ class ShadowKeeper(Keeper):
         with self._guard:
             entries = [self._entries[n] for n in sorted(self._entries)]
         for entry in entries:
-            channel.send(self._announcement(entry), timeout=_SEND_S)
+            self._announce(channel, entry)
         return channel
+
+    def _announce(self, channel: Channel, entry: FrameEntry) -> None:
+        """Tell the shadow of a frame; it finds it where this process has written it."""
+        place = MEMORY if entry.path.startswith(self._folder) else DISK
+        name = f"{place}/{os.path.basename(entry.path)}"
+        channel.send(
+            Frame(entry.step, name, entry.offset, entry.footer_offset, entry.end_offset, entry.step), timeout=_SEND_S
+        )
+
+    _token: bytes | None = None
+
+    def _hello(self) -> Hello:
+        return Hello(
+            1, self._run_id, self._path.path, self._timeline, self._generation, 0, "train",
+            {k: str(v) for k, v in describe_writer().items()},
+        )  # fmt: skip
+
+    def _before_resume(self, channel: Channel, welcome: Welcome) -> None:
+        """What the shadow must have before it is told where training goes on: on this host it has it."""
 
     def _start(self) -> None:
         self._shadows += 1
@@ -288,14 +335,21 @@ class ShadowKeeper(Keeper):
         while True:
             with contextlib.suppress(queue.Empty):
                 while True:
-                    channel.send(self._to_send.get_nowait(), timeout=_SEND_S)
+                    item = self._to_send.get_nowait()
+                    if isinstance(item, FrameEntry):
+                        self._announce(channel, item)
+                    else:
+                        channel.send(item, timeout=_SEND_S)
             if self._stopping:
                 self._say_goodbye(channel)
                 return
-            readable, _, _ = select.select([channel.fileno(), self._wake_read], [], [], 1.0)
-            if self._wake_read in readable:
+            poll = select.poll()
+            poll.register(channel.fileno(), select.POLLIN)
+            poll.register(self._wake_read, select.POLLIN)
+            ready = dict(poll.poll(0 if channel.has_pending() else 1000))
+            if self._wake_read in ready:
                 os.read(self._wake_read, 4096)
-            if channel.fileno() in readable:
+            if channel.has_pending() or channel.fileno() in ready:
                 for received in channel.receive(0):
                     self._hear(received.message)
 
@@ -305,12 +359,17 @@ class ShadowKeeper(Keeper):
         elif isinstance(message, Mismatch):
             self._mismatch = message.text
         elif isinstance(message, Resend):
-            self._needs_base = f"the shadow needs {message.why}"
+            self._heard_resend(message)
         elif isinstance(message, Trouble):
             self._say(f"everstep: {self._path.path}: shadow: {message.text}")
 
+    def _heard_resend(self, message: Resend) -> None:
+        self._needs_base = f"the shadow needs {message.why}"
+
     def _heard_progress(self, ack: Ack) -> None:
         self.folded = ack.folded
+        if ack.folded >= 0:
+            self._deaths = 0
         with self._guard:
             for step in [n for n in self._entries if n <= ack.folded]:
                 del self._entries[step]
@@ -334,7 +393,7 @@ class ShadowKeeper(Keeper):
         folded, self.folded = self.folded, -1
         with self._progressed:
             self._progressed.notify_all()
-        alive = _is_alive(self._pid)
+        alive = recover.is_alive(self._pid)
         if not alive and folded > self.base_step and not self._keep_log and self._lost_at is None:
             self._lost_at = self._durable
             self._warning = (
@@ -351,17 +410,8 @@ class ShadowKeeper(Keeper):
             while time.monotonic() < deadline:
                 for received in channel.receive(0.5):
                     if isinstance(received.message, Bye):
+                        self._said_goodbye = True
                         return
-
-
-def _is_alive(pid: int | None) -> bool:
-    if pid is None:
-        return False
-    try:
-        with open(f"/proc/{pid}/stat") as f:
-            return f.read().rsplit(")", 1)[1].split()[0] not in ("Z", "X")
-    except (OSError, IndexError):
-        return False
 
 
 def _available_bytes() -> int:

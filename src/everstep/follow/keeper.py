@@ -125,6 +125,9 @@ class Keeper:
         """Since when a failure would lose steps that were reported durable; None: it would not."""
         return None
 
+    def let_go(self) -> None:
+        """The run is about to close: nothing may be waited for that could take long."""
+
     def close(self, *, finish: bool = False) -> None:
         """Finish what is queued, end the follower."""
         self._closed = True

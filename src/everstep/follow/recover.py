@@ -5,26 +5,31 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import ssl
+import time
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
-from everstep.errors import CorruptionError, LinkError
+from everstep.errors import CorruptionError, LinkClosed, LinkError, LinkRefused
 from everstep.fold import State
 from everstep.follow.arena import take
 from everstep.follow.serve import SOCKET
 from everstep.format import documents
-from everstep.format.documents import Manifest
+from everstep.format.documents import Manifest, StoredTensor
 from everstep.link import addresses, messages, sockets
-from everstep.link.messages import Close, Fetch, Fetched, Hello, Message, Trouble
+from everstep.link.messages import Close, Fetch, Fetched, Hello, Message
+from everstep.link.protocol import Received
 from everstep.link.sockets import Channel
-from everstep.memory import Bytes
+from everstep.memory import Bytes, new_pages
 from everstep.restore.execute import state_of
 from everstep.store import shared
 from everstep.store.bases import cursor_of
 from everstep.store.runs import RunPath
 
 _ASK_S = 5.0
+_MAX_MANIFEST_BYTES = 256 << 20
 _WAIT_S = 300.0
 """A shadow may be folding or writing a base when it is asked."""
 
@@ -38,13 +43,20 @@ class Offer:
     timeline: int
     proven: bool
     pid: int
+    where: str
     _manifest: Manifest
     _file: str
-    _num_bytes: int
+    _memory: Bytes
     _channel: Channel
 
     def fetch(self) -> State:
-        """The state, where it lies in the shadow's memory, verified. Valid until the next step is committed."""
+        """The state, verified. On the same host it lies in the shadow's memory: valid until the next step is committed."""
+        memory = self._map() if self._file else self._memory
+        state = state_of(self._manifest, take(self._manifest, memory, is_mine=not self._file))
+        state.cursor = cursor_of(self._manifest)
+        return state
+
+    def _map(self) -> Bytes:
         try:
             fd = os.open(self._file, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as e:
@@ -54,10 +66,7 @@ class Offer:
             pages = mmap.mmap(fd, size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
         finally:
             os.close(fd)
-        memory: Bytes = np.frombuffer(pages, np.uint8)
-        state = state_of(self._manifest, take(self._manifest, memory))
-        state.cursor = cursor_of(self._manifest)
-        return state
+        return np.frombuffer(pages, np.uint8)
 
     @property
     def fingerprint(self) -> dict[str, object]:
@@ -75,36 +84,95 @@ def find(path: RunPath, run: str) -> Offer | None:
     folder = shared.shared_folder(run, path.path)
     if not os.path.exists(os.path.join(folder, SOCKET)):
         return None
-    memory = bytearray()
+    return find_at(f"unix://{folder}/{SOCKET}", path, run)
 
-    def sink(message: Message, num_bytes: int) -> memoryview | None:
-        if not isinstance(message, messages.State):
-            return None
-        memory[:] = bytes(num_bytes)
-        return memoryview(memory)
 
+def find_at(
+    address: str, path: RunPath, run: str, *, token: bytes | None = None, tls: ssl.SSLContext | None = None
+) -> Offer | None:
+    """What the shadow at this address holds of the run; None if nobody answers, or it holds nothing."""
+    incoming = _Incoming()
     try:
-        channel = Channel(addresses.connect(f"unix://{folder}/{SOCKET}", timeout=_ASK_S), sink)
-    except (LinkError, OSError):
+        channel = Channel(addresses.connect(address, timeout=_ASK_S, ssl_context=tls), incoming.sink)
+    except LinkClosed:
         return None
     try:
-        welcome = sockets.introduce(channel, Hello(1, run, path.path, 0, 0, 0, "fetch", {}))
+        welcome = sockets.introduce(channel, Hello(1, run, path.path, 0, 0, 0, "fetch", {}), token)
         channel.send(Fetch(-1), timeout=_ASK_S)
-        got = channel.receive(_WAIT_S)
-        found = got[0].message if got else None
+        waiting = list(channel.receive(_WAIT_S))
+        found = waiting.pop(0).message if waiting else None
         if not isinstance(found, messages.State):
             channel.close()
-            if isinstance(found, Trouble) or found is None:
-                return None
-            raise LinkError(f"a shadow answered {type(found).__name__}")
-        manifest = documents.decode(bytes(memory), Manifest, f"the state that the shadow of {path.path} handed out")
-    except (LinkError, OSError):
+            return None
+        name = f"the state that the shadow of {path.path} handed out"
+        manifest = documents.decode(bytes(incoming.meta), Manifest, name)
+        if not found.file:
+            manifest = incoming.receive(channel, manifest, waiting)
+    except LinkRefused:
+        channel.close()
+        if token is not None or tls is not None:
+            raise
+        return None
+    except LinkClosed:
         channel.close()
         return None
+    except BaseException:
+        channel.close()
+        raise
     return Offer(
-        found.step, found.generation, found.timeline, found.proven, welcome.pid, manifest, found.file, found.num_bytes,
-        channel,
+        found.step, found.generation, found.timeline, found.proven, welcome.pid, address, manifest, found.file,
+        incoming.memory, channel,
     )  # fmt: skip
+
+
+class _Incoming:
+    """Where what a shadow sends goes: the manifest, then, from another host, the bytes of every tensor."""
+
+    def __init__(self) -> None:
+        self.meta = bytearray()
+        self.memory: Bytes = np.empty(0, np.uint8)
+        self._tensors: tuple[StoredTensor, ...] = ()
+
+    def sink(self, message: Message, num_bytes: int) -> memoryview | None:
+        if isinstance(message, messages.State) and num_bytes <= _MAX_MANIFEST_BYTES:
+            self.meta = bytearray(num_bytes)
+            return memoryview(self.meta)
+        if isinstance(message, messages.Region):
+            self._lay_out()
+            if message.index < len(self._tensors):
+                stored = self._tensors[message.index]
+                if message.start + num_bytes <= stored.num_bytes:
+                    return memoryview(self.memory[stored.offset + message.start :][:num_bytes])
+        return None
+
+    def _lay_out(self) -> None:
+        """Memory for everything that the manifest names."""
+        if self._tensors or not self.meta:
+            return
+        manifest = documents.decode(bytes(self.meta), Manifest, "a state on its way")
+        offset = 0
+        found = []
+        for stored in manifest.tensors:
+            found.append(msgspec.structs.replace(stored, offset=offset))
+            offset += -(-stored.num_bytes // 64) * 64
+        self.memory = new_pages(max(offset, 1))
+        self._tensors = tuple(found)
+
+    def receive(self, channel: Channel, manifest: Manifest, waiting: list[Received]) -> Manifest:
+        """All regions; the manifest with the places where they are here."""
+        self._lay_out()
+        got = sum(len(r.payload) for r in waiting if r.payload is not None)
+        ended = any(isinstance(r.message, Fetched) for r in waiting)
+        while not ended:
+            received = channel.receive(_WAIT_S)
+            if not received:
+                raise LinkClosed("the shadow stopped sending its state")
+            for r in received:
+                ended = ended or isinstance(r.message, Fetched)
+                got += 0 if r.payload is None else len(r.payload)
+        if got != sum(t.num_bytes for t in self._tensors):
+            raise LinkError(f"the shadow sent {got} bytes of its state and then said that this was all")
+        return msgspec.structs.replace(manifest, tensors=self._tensors)
 
 
 def dismiss(path: RunPath, run: str, generation: int) -> None:
@@ -113,6 +181,28 @@ def dismiss(path: RunPath, run: str, generation: int) -> None:
     with contextlib.suppress(LinkError, OSError):
         channel = Channel(addresses.connect(f"unix://{folder}/{SOCKET}", timeout=_ASK_S), lambda m, n: None)
         with channel:
-            sockets.introduce(channel, Hello(1, run, path.path, 0, generation, 0, "train", {}))
+            welcome = sockets.introduce(channel, Hello(1, run, path.path, 0, generation, 0, "train", {}))
             channel.send(Close(True), timeout=_ASK_S)
             channel.receive(_ASK_S)
+        wait_for_end(welcome.pid, _ASK_S)
+
+
+def wait_for_end(pid: int, seconds: float) -> bool:
+    """Whether this process, which need not be a child, ends within so long."""
+    deadline = time.monotonic() + seconds
+    while is_alive(pid):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def is_alive(pid: int | None) -> bool:
+    """Whether there is a process of this number that runs, or could."""
+    if pid is None:
+        return False
+    try:
+        with open(f"/proc/{pid}/stat") as f:
+            return f.read().rsplit(")", 1)[1].split()[0] not in ("Z", "X")
+    except (OSError, IndexError):
+        return False

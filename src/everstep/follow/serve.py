@@ -12,27 +12,31 @@ import importlib
 import json
 import os
 import resource
+import shutil
 import signal
 import socket
 import sys
 import threading
 import time
-from typing import Any
+from typing import Any, Protocol
 
 from everstep.background import give_way
 from everstep.errors import EverstepError, LinkError
 from everstep.follow.shadow import DISK, MEMORY, Handout, Progress, Shadow
 from everstep.link import addresses, sockets
+from everstep.link.auth import ServerHandshake
 from everstep.link.messages import (
     Ack,
     Bye,
     Close,
+    Document,
     Fetch,
     Fetched,
     Frame,
     Hello,
     Message,
     Mismatch,
+    Region,
     Resend,
     Resume,
     State,
@@ -40,14 +44,18 @@ from everstep.link.messages import (
     StatusReply,
     Trouble,
 )
+from everstep.link.messages import Bytes as LogBytes
+from everstep.link.protocol import Received
 from everstep.link.sockets import Channel
-from everstep.store import shared
+from everstep.store import files, shared
 from everstep.store.runs import RunPath
 from everstep.store.segments import FrameEntry
 
 SOCKET = "shadow.sock"
 LOCK = "shadow.lock"
 OUTPUT = "shadow.log"
+REGION_BYTES = 4 << 20
+_REGION_S = 60.0
 _TELL_S = 2.0
 """A trainer that does not listen for so long is let go; it connects again."""
 
@@ -57,15 +65,33 @@ def no_payload(message: Message, num_bytes: int) -> memoryview | None:
     return None
 
 
+class Receiver(Protocol):
+    """What a trainer on another host sends, on its way into this host's memory and disk."""
+
+    def begin(self, hello: Hello) -> tuple[str, int]:
+        """A connection begins: the segment that was received last, and up to where."""
+        ...
+
+    def problem(self, entry: FrameEntry) -> str:
+        """What is wrong with a frame as it arrived; empty if nothing is."""
+        ...
+
+    def take(self, message: LogBytes | Document, payload: memoryview | None) -> None:
+        """The payload of this message is complete."""
+        ...
+
+
 class Server:
     """Connections to one Shadow."""
 
-    def __init__(self, shadow: Shadow, run: str) -> None:
+    def __init__(self, shadow: Shadow, run: str, receiver: Receiver | None = None) -> None:
         self._shadow = shadow
         self._run = run
+        self._receiver = receiver
+        """For trainers on other hosts."""
         self._lock = threading.Lock()
         self._trainer: Channel | None = None
-        self._trainer_generation = 0
+        self._trainer_generation = self._trainer_timeline = 0
         self._began = time.time()
         shadow.tell = self._tell
 
@@ -80,17 +106,27 @@ class Server:
 
     def _serve(self, sock: socket.socket) -> None:
         with contextlib.suppress(LinkError, OSError), Channel(sock, no_payload) as channel:
-            handshake = sockets.listen_to(channel)
-            reason = self._refusal(handshake.hello, channel)
-            if reason:
-                sockets.refuse(channel, handshake, reason)
-                return
-            progress = self._shadow.progress
+            self.serve(channel, sockets.listen_to(channel))
+
+    def serve(self, channel: Channel, handshake: ServerHandshake) -> None:
+        """A client that has proven itself, until it goes."""
+        reason = self._refusal(handshake.hello, channel)
+        if reason:
+            sockets.refuse(channel, handshake, reason)
+            return
+        progress = self._shadow.progress
+        try:
+            segment, offset = ("", 0) if self._receiver is None else self._receiver.begin(handshake.hello)
             sockets.admit(
                 channel, handshake, generation=self._shadow.generation, step=progress.folded, received=progress.received,
-                base=progress.base,
+                base=progress.base, segment=segment, offset=offset,
             )  # fmt: skip
             {"train": self._train, "fetch": self._fetch, "status": self._status}[handshake.hello.purpose](channel)
+        finally:
+            with self._lock:
+                if self._trainer is channel:
+                    self._trainer = None
+                    self._shadow.trainer_gone()
 
     def _refusal(self, hello: Hello, channel: Channel) -> str:
         """Why this client may not go on; empty if it may. A trainer that may is the trainer from here on."""
@@ -104,6 +140,7 @@ class Server:
             if self._trainer is not None and hello.generation == self._trainer_generation:
                 return f"another trainer of generation {hello.generation} is connected"
             before, self._trainer, self._trainer_generation = self._trainer, channel, hello.generation
+            self._trainer_timeline = hello.timeline
             self._shadow.attached = True
         if before is not None:
             before.close()
@@ -112,26 +149,25 @@ class Server:
     # -- a trainer ----------------------------------------------------------------------------------------------------
 
     def _train(self, channel: Channel) -> None:
-        try:
-            while True:
-                for received in channel.receive():
-                    self._hear(channel, received.message)
-        finally:
-            with self._lock:
-                if self._trainer is channel:
-                    self._trainer = None
-                    self._shadow.trainer_gone()
+        while True:
+            for received in channel.receive():
+                self._hear(channel, received)
 
-    def _hear(self, channel: Channel, message: Message) -> None:
-        shadow = self._shadow
+    def _hear(self, channel: Channel, received: Received) -> None:
+        shadow, message = self._shadow, received.message
         if isinstance(message, Frame):
-            shadow.frame(
-                FrameEntry(
-                    message.step, message.offset, message.footer_offset, self._segment(message.segment),
-                    self._trainer_generation, message.end_offset,
-                ),
-                message.watermark,
+            entry = FrameEntry(
+                message.step, message.offset, message.footer_offset, self._segment(message.segment),
+                self._trainer_generation, message.end_offset,
             )  # fmt: skip
+            if self._receiver is not None:
+                wrong = self._receiver.problem(entry)
+                if wrong:
+                    channel.send(Resend(message.segment, message.offset, wrong), timeout=_TELL_S)
+                    return
+            shadow.frame(entry, message.watermark)
+        elif self._receiver is not None and isinstance(message, (LogBytes, Document)):
+            self._receiver.take(message, received.payload)
         elif isinstance(message, Resume):
             shadow.resume(message.timeline, message.generation, message.step)
         elif isinstance(message, Close):
@@ -145,9 +181,9 @@ class Server:
         """The file that a trainer of this host means: in memory or on disk, never elsewhere."""
         place, _, file = name.partition("/")
         if place == MEMORY and "/" not in file:
-            return os.path.join(shared.log_folder(self._shadow.folder, self._shadow.timeline), file)
+            return os.path.join(shared.log_folder(self._shadow.folder, self._trainer_timeline), file)
         if place == DISK and "/" not in file:
-            return os.path.join(self._shadow.path.log(self._shadow.timeline), file)
+            return os.path.join(self._shadow.path.log(self._trainer_timeline), file)
         raise LinkError(f"{name!r} is not a segment of this run")
 
     def _tell(self, kind: str, value: Any) -> None:
@@ -184,15 +220,25 @@ class Server:
             try:
                 channel.send(
                     State(
-                        handout.step, handout.generation, handout.timeline, handout.proven, handout.file, handout.num_bytes
+                        handout.step, handout.generation, handout.timeline, handout.proven,
+                        handout.file if self._receiver is None else "", handout.num_bytes,
                     ),
                     memoryview(handout.manifest),
                 )  # fmt: skip
+                if self._receiver is not None:
+                    self._send_regions(channel, handout)
                 done = channel.receive(600.0)
                 if not done or not isinstance(done[0].message, Fetched):
                     raise LinkError("the state that was handed out was not acknowledged")
             finally:
                 handout.done()
+
+    def _send_regions(self, channel: Channel, handout: Handout) -> None:
+        """The state itself, for a trainer that cannot map it."""
+        for index, memory in enumerate(handout.regions()):
+            for start in range(0, len(memory), REGION_BYTES):
+                channel.send(Region(index, start), memory[start : start + REGION_BYTES], timeout=_REGION_S)
+        channel.send(Fetched(), timeout=_REGION_S)
 
     def _status(self, channel: Channel) -> None:
         for received in channel.receive(30.0):
@@ -238,12 +284,16 @@ def main(argv: list[str] | None = None) -> int:
     except OSError:
         print("another shadow of this run is there already", flush=True)
         return 1
+    for name in files.listing(args.folder):
+        if name.startswith("state-"):  # of a shadow that was killed
+            os.unlink(os.path.join(args.folder, name))
     path = RunPath(args.run)
+    run = path.read_run().run
     shadow = Shadow(
-        path, args.folder, base_interval=args.interval, keep_log=args.keep_log, idle_s=args.idle,
+        path, args.folder, run=run, base_interval=args.interval, keep_log=args.keep_log, idle_s=args.idle,
         say=lambda text: print(f"{time.strftime('%H:%M:%S')} {text}", flush=True),
     )  # fmt: skip
-    server = Server(shadow, path.read_run().run)
+    server = Server(shadow, run)
     listener = addresses.listen(addresses.parse_address(f"unix://{args.folder}/{SOCKET}"))
     threading.Thread(target=server.accept, args=(listener,), daemon=True).start()
     signal.signal(signal.SIGTERM, lambda *_: shadow.end(base=True))
@@ -253,6 +303,8 @@ def main(argv: list[str] | None = None) -> int:
         listener.close()
         with contextlib.suppress(OSError):
             os.unlink(os.path.join(args.folder, SOCKET))
+        if shadow.is_stored or shadow.is_dismissed:
+            shutil.rmtree(args.folder, ignore_errors=True)
     return 0
 
 

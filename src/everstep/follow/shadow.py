@@ -15,19 +15,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
-from everstep.errors import CorruptionError, EverstepError, StorageError
+from everstep.errors import CorruptionError, StorageError
 from everstep.follow.arena import Home
 from everstep.follow.compact import Held, describe
 from everstep.format import documents, records
 from everstep.format.documents import Manifest
 from everstep.format.segment import parse_name
 from everstep.frame import Update
-from everstep.memory import Bytes
 from everstep.restore.execute import check_chain
 from everstep.restore.plan import Line, line_of
 from everstep.store import files, shared
+from everstep.store.bases import MANIFEST, base_folder
 from everstep.store.runs import RunPath, read_listing
 from everstep.store.segments import FrameEntry, Segment, StoredFrame
 
@@ -60,22 +58,25 @@ class Handout:
     file: str
     num_bytes: int
     done: Callable[[], None] = field(repr=False)
+    regions: Callable[[], list[memoryview]] = field(repr=False)
+    """The bytes of each tensor of the manifest, in its order."""
 
 
 class Shadow:
     """S(newest) of one run, in memory."""
 
     def __init__(
-        self, path: RunPath, folder: str, *, base_interval: int, keep_log: bool = False, num_workers: int = 1,
-        idle_s: float = 600.0, say: Callable[[str], None] = lambda text: None,
+        self, path: RunPath, folder: str, *, run: str, base_interval: int, keep_log: bool = False, num_workers: int = 1,
+        idle_s: float = 600.0, sweeps: bool = True, say: Callable[[str], None] = lambda text: None,
     ) -> None:  # fmt: skip
         self.path = path
         self.folder = folder
-        self._run = path.read_run().run
+        self._run = run
         self._interval = base_interval
         self._keep_log = keep_log
         self._num_workers = num_workers
         self._idle_s = idle_s
+        self._sweeps = sweeps
         self._say = say
         self._work = threading.Condition()
         self._jobs: deque[Callable[[], None]] = deque()
@@ -94,6 +95,7 @@ class Shadow:
         """Whether a trainer is connected."""
         self._since = time.monotonic()
         self._ending = False
+        self.is_dismissed = False
         self.tell: Callable[[str, Any], None] = lambda kind, value: None
         """Set by the server: ("progress" | "mismatch" | "trouble" | "needs base", value)."""
 
@@ -109,7 +111,8 @@ class Shadow:
         """A frame is complete in the log."""
         with self._work:
             held = self._held
-            if entry.generation == self.generation and (held is None or held.step is None or entry.step > held.step):
+            is_new = held is None or held.step is None or entry.step > held.step or entry.generation > self.generation
+            if entry.generation >= self.generation and is_new:
                 self._entries[entry.step] = entry
             self.progress.received = max(self.progress.received, entry.step)
             self.watermark = max(self.watermark, watermark)
@@ -138,7 +141,9 @@ class Shadow:
                 found.append(self._hand_out())
             except Exception as e:
                 found.append(e)
-            ready.set()
+                self._failed(e)
+            finally:
+                ready.set()
 
         self.do(job)
         ready.wait()
@@ -147,7 +152,8 @@ class Shadow:
         return found[0]
 
     def end(self, *, base: bool) -> None:
-        """Stop; `base`: after a base of the last step has been written."""
+        """Stop; `base`: after a base of the last step has been written. Else the trainer has no more need of it."""
+        self.is_dismissed = not base
         self.do(lambda: self._end(base))
 
     # -- its thread ---------------------------------------------------------------------------------------------------
@@ -173,7 +179,7 @@ class Shadow:
             elif not self.attached and time.monotonic() - self._since > self._idle_s:
                 self._say(f"no trainer for {self._idle_s:.0f} s: this shadow leaves a base and ends")
                 self._end(True)
-        except (EverstepError, OSError) as e:
+        except Exception as e:  # an optimizer of the user's may raise anything
             self._failed(e)
 
     def _failed(self, e: Exception) -> None:
@@ -193,10 +199,10 @@ class Shadow:
 
     def _can_fold(self) -> bool:
         held = self._held
-        return (
-            held is not None and held.step is not None and not self._handed_out
-            and held.step + 1 in self._entries and held.step < self.watermark
-        )  # fmt: skip
+        if held is None or held.step is None or self._handed_out or held.step >= self.watermark:
+            return False
+        entry = self._entries.get(held.step + 1)
+        return entry is not None and entry.generation <= self.generation
 
     def _fold_all(self) -> None:
         while self._can_fold():
@@ -208,7 +214,7 @@ class Shadow:
         entries: list[FrameEntry] = []
         while len(entries) < at_most and held.step + len(entries) < self.watermark:
             entry = self._entries.get(held.step + len(entries) + 1)
-            if entry is None:
+            if entry is None or entry.generation > self.generation:
                 break
             entries.append(entry)
         frames = [StoredFrame(e, self._reader(e), self._seed(e)) for e in entries]
@@ -270,12 +276,15 @@ class Shadow:
             name: all(dict(h.items() if isinstance(h, dict) else ()).get("fused") is True for h in o.hyper)
             for name, o in self._held.state.optimizers.items()
         }
+        copies: dict[int, bool] = {}
         for frame in frames:
             in_place = all(
                 fused.get(op.optimizer, False) and op.grad_scale is None for op in frame.ops if isinstance(op, Update)
             )
+            copies[id(frame.reader)] = copies.get(id(frame.reader), False) or not in_place
+        for frame in frames:
             if isinstance(frame.reader, shared.MappedReader):
-                frame.reader.copies = not in_place
+                frame.reader.copies = copies[id(frame.reader)]
 
     def _keep(self, entries: list[FrameEntry]) -> None:
         """Copy frames to the log on disk: the same bytes at the same places."""
@@ -289,15 +298,15 @@ class Shadow:
                 for old in self._kept.values():
                     old.close(sync=True)
                 self._kept.clear()
-                if os.path.exists(path):  # of a shadow before this one: it may end in the middle of a frame
-                    files.remove(path)
-                file = self._kept[path] = files.Appender(path, direct=False)
+                # What a shadow before this one has left there stays until this one has as much.
+                file = self._kept[path] = files.Appender(f"{path}.tmp", direct=False)
             reader = self._reader(entry)
+            assert isinstance(reader, shared.MappedReader)
             at = file.offset
-            file.put(reader.read_direct(_NOTHING, at, entry.end_offset - at))
+            file.put(reader.view(at, entry.end_offset - at))
             file.sync()
             if not at:
-                files.sync_dir(os.path.dirname(path))
+                files.rename(f"{path}.tmp", path)
             self.progress.durable = entry.step
 
     def _base_if_due(self) -> None:
@@ -311,7 +320,19 @@ class Shadow:
         manifest = held.write_base(direct=files.supports_direct(self.path.bases(self.timeline)))
         self.progress.base = max(self.progress.base, manifest.step)
         self.progress.durable = max(self.progress.durable, manifest.step)
+        self._sweep()
         self.tell("progress", self.progress)
+
+    def _sweep(self) -> None:
+        """What dead generations have left in memory: what is held here has all of it."""
+        if not self._sweeps or any(e.generation < self.generation for e in self._entries.values()):
+            return
+        for folder in files.listing(self.folder):
+            for name in files.listing(os.path.join(self.folder, folder)) if folder.startswith("log-") else ():
+                parsed = parse_name(name)
+                if parsed is not None and parsed[0] < self.generation:
+                    with contextlib.suppress(OSError):
+                        os.unlink(os.path.join(self.folder, folder, name))
 
     # -- where it stands ----------------------------------------------------------------------------------------------
 
@@ -320,7 +341,8 @@ class Shadow:
             return  # a dead trainer's
         held = self._held
         if generation == self.generation:
-            self.progress.base = max(self.progress.base, step)
+            if os.path.exists(os.path.join(base_folder(self.path.bases(timeline), step), MANIFEST)):
+                self.progress.base = max(self.progress.base, step)
             if held is None:
                 self._from_base()
             return
@@ -328,12 +350,13 @@ class Shadow:
             self._entries = {n: e for n, e in self._entries.items() if e.generation >= generation}
         self.timeline, self.generation = timeline, generation
         self._fingerprint = {}
-        self.progress.received = self.watermark = step
+        self.progress.received = self.watermark = max([step, *self._entries])
         self._drop_readers(lambda path: True)
         if held is not None and held.step == step:
             held.go_on(timeline, generation)
             self._fingerprint = self._line().newest.fingerprint
             self.progress.folded = step
+            self._sweep()
         else:
             self._forget()
             self._from_base()
@@ -366,6 +389,8 @@ class Shadow:
         self._held = held
         self.progress.base, self.progress.folded = max(line.bases), base
         with self._work:
+            known.update(self._entries)  # what has arrived meanwhile
+            newest = max(newest, *known) if known else newest
             self._entries = {n: e for n, e in known.items() if n > base}
             self.progress.received = newest
             self.watermark = max(self.watermark, newest)
@@ -426,6 +451,7 @@ class Shadow:
         return Handout(
             state.step, self.generation, self.timeline, held.complete or self.progress.proven == state.step,
             documents.encode(manifest), file, num_bytes, done,
+            lambda: [memoryview(self._home.bytes_of(t)) for t in stored],
         )  # fmt: skip
 
     def _end(self, base: bool) -> None:
@@ -445,5 +471,7 @@ class Shadow:
             file.close(sync=True)
         self._home.close()
 
-
-_NOTHING: Bytes = np.empty(0, np.uint8)
+    @property
+    def is_stored(self) -> bool:
+        """Whether everything it has is in a base on disk."""
+        return 0 <= self.progress.received == self.progress.base

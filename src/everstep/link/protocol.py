@@ -9,8 +9,8 @@ are received where they stay. Only what was read ahead behind a meta (a few KiB 
 A length is trusted when the header's own checksum is right and it is within bounds, and memory is asked for after that.
 The payload has no checksum here: log records, documents and states bring their own.
 
-A connection starts in the handshake: small messages, no payloads, one message a call. `open()` ends it. After any error
-the connection is dead: every later call raises.
+A connection starts in the handshake: small messages, no payloads, nothing read ahead, so that what follows the handshake
+is judged after it. `open()` ends it. After any error the connection is dead: every later call raises.
 """
 
 from __future__ import annotations
@@ -71,9 +71,7 @@ def encode(message: Message, payload_bytes: int = 0) -> bytes:
 class Connection:
     """The receiving half of a link's end. One thread at a time."""
 
-    def __init__(
-        self, sink: Sink, *, max_meta: int = MAX_META_BYTES, max_payload: int = MAX_PAYLOAD_BYTES
-    ) -> None:
+    def __init__(self, sink: Sink, *, max_meta: int = MAX_META_BYTES, max_payload: int = MAX_PAYLOAD_BYTES) -> None:
         self._sink = sink
         self._max_meta, self._max_payload = max_meta, max_payload
         self._opened = False
@@ -81,11 +79,12 @@ class Connection:
         self._buffer = memoryview(bytearray(READ_AHEAD_BYTES))
         """Holds bytes [begin, end) that were received and not yet understood. Replaced by a larger one for a large meta."""
         self._begin = self._end = 0
+        self._needed = HEADER_BYTES
+        """So many bytes from `begin` on are known to belong to the next message."""
         self._message: Message | None = None
         """Whose payload is being received."""
         self._payload = memoryview(b"")
         self._filled = 0
-        self._has_more = False
         self.handshake_meta = b""
         """The meta, as received, of the last message of the handshake: proofs are made over these bytes."""
 
@@ -98,11 +97,6 @@ class Connection:
     def is_between_messages(self) -> bool:
         """Whether an end of the stream would be a clean one here."""
         return self._message is None and self._begin == self._end
-
-    @property
-    def has_more(self) -> bool:
-        """Whether a message of the handshake was delivered with others behind it: `received(0)` delivers them."""
-        return self._has_more
 
     def open(self) -> None:
         """The handshake is over: from now on there are all messages but those of the handshake, and payloads."""
@@ -119,9 +113,7 @@ class Connection:
         self._check_alive()
         if self._message is not None:
             return self._payload[self._filled :]
-        if self._end == len(self._buffer):
-            self._move(len(self._buffer))
-        return self._buffer[self._end :]
+        return self._buffer[self._end : self._limit()]
 
     def received(self, n: int) -> list[Received]:
         """So many bytes were put into the buffer. The messages that are complete now, in order.
@@ -129,7 +121,7 @@ class Connection:
         Those before an error are delivered first; the next call raises it.
         """
         self._check_alive()
-        room = len(self._payload) - self._filled if self._message is not None else len(self._buffer) - self._end
+        room = len(self._payload) - self._filled if self._message is not None else self._limit() - self._end
         if not 0 <= n <= room:
             self.fail(f"{n} bytes cannot have been received into a buffer of {room}")
         done: list[Received] = []
@@ -150,23 +142,19 @@ class Connection:
             done.append(self._take())
         else:
             self._end += n
-        self._has_more = False
         while (message := self._next()) is not None:
             done.append(message)
-            if not self._opened:
-                self._has_more = self._begin < self._end
-                break
 
     def _next(self) -> Received | None:
         """The next message of the buffer; None if it is not complete."""
         have = self._end - self._begin
         if have < HEADER_BYTES:
-            self._compact_if_short(HEADER_BYTES)
+            self._make_room(HEADER_BYTES)
             return None
         head = bytes(self._buffer[self._begin : self._begin + HEADER_BYTES])
         payload_bytes, meta_bytes = self._lengths(head)
         if have < HEADER_BYTES + meta_bytes:
-            self._compact_if_short(HEADER_BYTES + meta_bytes)
+            self._make_room(HEADER_BYTES + meta_bytes)
             return None
         start = self._begin + HEADER_BYTES
         meta = self._buffer[start : start + meta_bytes]
@@ -230,8 +218,13 @@ class Connection:
         self._message, self._payload, self._filled = None, memoryview(b""), 0
         return done
 
-    def _compact_if_short(self, num_bytes: int) -> None:
-        """Make room for a message of so many bytes (already checked) that begins where the buffer's bytes begin."""
+    def _limit(self) -> int:
+        """Up to where the buffer may be filled."""
+        return len(self._buffer) if self._opened else self._begin + self._needed
+
+    def _make_room(self, num_bytes: int) -> None:
+        """For a header, or a message whose length has been checked, that begins where the buffer's bytes begin."""
+        self._needed = num_bytes
         if self._begin + num_bytes > len(self._buffer):
             self._move(max(num_bytes, READ_AHEAD_BYTES))
         elif self._begin == self._end:

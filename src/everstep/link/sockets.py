@@ -47,8 +47,15 @@ class Channel:
         self.received_bytes = 0
 
     def fileno(self) -> int:
-        """For poll and select; -1 when closed. TLS and read-ahead may hold messages that poll does not see."""
+        """For poll; -1 when closed. Over TLS, ask `has_pending` first."""
         return self._sock.fileno()
+
+    def has_pending(self) -> bool:
+        """Whether TLS holds bytes that poll does not see: then `receive(0)` before waiting."""
+        if self._tls is None or self._tls.fileno() < 0:
+            return False
+        with self._tls_call:
+            return self._tls.pending() > 0
 
     def send(self, message: Message, *parts: bytes | bytearray | memoryview, timeout: float | None = None) -> None:
         """Send a message and its payload, without copying. On return the parts may be changed again.
@@ -75,15 +82,14 @@ class Channel:
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._in_use():
-            if self.connection.has_more and (done := self.connection.received(0)):
-                return done
-            while True:
+            done: list[Received] = []
+            while not done:
                 n = self._receive_some(deadline)
                 if n is None:
                     return []
                 self.received_bytes += n
-                if done := self.connection.received(n):
-                    return done
+                done = self.connection.received(n)
+            return done
 
     def close(self) -> None:
         """End the connection at once and wake whoever sends or receives. From any thread, any number of times."""

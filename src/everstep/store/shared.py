@@ -14,7 +14,6 @@ import mmap
 import os
 import stat
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
@@ -22,6 +21,8 @@ from everstep.errors import StorageError, UsageError
 from everstep.memory import Bytes
 
 _GROW_BYTES = 1 << 20
+_MAX_PATH_BYTES = 90
+"""With the name of a socket in it, what the system takes."""
 SEGMENT_BYTES = 4 << 20
 """A new segment after so much: large frames have one each, and are recycled one by one."""
 
@@ -34,6 +35,8 @@ def shared_folder(run: str, path: str) -> str:
 
 def make_private(folder: str) -> None:
     """Make a folder that only this user can look into; UsageError if somebody else's is in the way."""
+    if len(folder) > _MAX_PATH_BYTES:
+        raise UsageError(f"{folder} is too long a name for the shadow's socket: set EVERSTEP_SHARED to a shorter one")
     top = os.path.dirname(os.path.dirname(folder))
     if not os.path.isdir(top):
         raise UsageError(f"mode='shadow' keeps the log in memory, and there is no {top}: set EVERSTEP_SHARED to a tmpfs")
@@ -178,6 +181,10 @@ class MemoryPlace:
                 os.unlink(file.path)
             file.close()
 
+    def paths(self) -> list[str]:
+        """Of the files that are here, full or given back."""
+        return [file.path for file in (*self._full, *self._free)]
+
     def num_bytes(self) -> int:
         """Of segments that wait to be given back."""
         return sum(len(file.memory) for file in self._full)
@@ -213,11 +220,9 @@ class MappedReader:
     def read(self, offset: int, num_bytes: int) -> bytes:
         return self._memory[offset : offset + num_bytes].tobytes()
 
-    def read_into(self, buffer: Any, offset: int) -> int:
-        view = np.frombuffer(buffer, np.uint8)
-        found = self._memory[offset : offset + len(view)]
-        view[: len(found)] = found
-        return len(found)
+    def view(self, offset: int, num_bytes: int) -> Bytes:
+        """Bytes where they are, not to be written to."""
+        return self._memory[offset : offset + num_bytes]
 
     def read_direct(self, buffer: Bytes, offset: int, num_bytes: int) -> Bytes:
         """num_bytes from offset: where they are, or in `buffer` if `copies`."""

@@ -1,0 +1,326 @@
+"""Shadows for trainers on other hosts: one process, a folder of runs, a port.
+
+What a trainer sends (the log's own records, the run's documents, a base to begin with) lands where a trainer of this host
+would have put it; from there on everything is as for a local shadow.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable
+
+from everstep.errors import CorruptionError, EverstepError, LinkError
+from everstep.follow.keeper import stored
+from everstep.follow.serve import Server
+from everstep.follow.shadow import MEMORY, Shadow
+from everstep.format import records
+from everstep.format.segment import parse_name
+from everstep.link import addresses, sockets
+from everstep.link.messages import Bytes, Document, Hello, Message
+from everstep.link.sockets import Channel
+from everstep.store import files, retention, shared
+from everstep.store.retention import Retention
+from everstep.store.runs import RunPath
+from everstep.store.segments import FrameEntry, StoredFrame
+
+BASE = "base"
+_MAX_DOCUMENT_BYTES = 64 << 20
+_MAX_PART_BYTES = 64 << 20
+_DOCUMENTS = re.compile(
+    r"run\.json|timelines/\d{4,}/(timeline\.json|generations/\d{6,}\.json|layouts/[0-9a-f]{16}\.json)"
+)
+_BASE_FILES = re.compile(r"base/(\d{4,})/(\d{12,})/(manifest\.json|rank-\d{5}\.safetensors)")
+
+
+class Inbox:
+    """Where what one trainer sends goes (a serve.Receiver). One connection at a time."""
+
+    def __init__(self, path: RunPath, folder: str, run: str, max_bytes: int) -> None:
+        self._path = path
+        self._folder = folder
+        self._run = run
+        self._max_bytes = max_bytes
+        self._places: dict[int, shared.MemoryPlace] = {}
+        self._timeline = 0
+        self._generation = 0
+        self._name = ""
+        self._file: shared.MappedAppender | None = None
+        self._got = 0
+        self._base: dict[str, int] = {}
+        self._last_steps: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    def begin(self, hello: Hello) -> tuple[str, int]:
+        if hello.purpose != "train":
+            return "", 0
+        with self._lock:
+            if hello.generation != self._generation:
+                self._drop()
+            self._timeline, self._generation = hello.timeline, hello.generation
+            if self._file is None:
+                return "", 0
+            self._file.truncate(self._got)  # what was under way when the connection was cut
+            return f"{MEMORY}/{self._name}", self._got
+
+    def _drop(self) -> None:
+        """Of a dead generation nothing more will come; what was not folded is of no use."""
+        if self._file is not None:
+            self._file.close()
+        self._file, self._name, self._got = None, "", 0
+        for place in self._places.values():
+            place.release(lambda path: False)
+        mine = {path for place in self._places.values() for path in place.paths()}
+        for folder in files.listing(self._folder):
+            for name in files.listing(os.path.join(self._folder, folder)) if folder.startswith("log-") else ():
+                if os.path.join(self._folder, folder, name) not in mine:  # of a shadow before this one
+                    os.unlink(os.path.join(self._folder, folder, name))
+
+    def sink(self, message: Message, num_bytes: int) -> memoryview | None:
+        """Memory for a payload that is about to arrive; None: it is refused."""
+        if isinstance(message, Document):
+            fits = num_bytes <= _MAX_DOCUMENT_BYTES and _DOCUMENTS.fullmatch(message.name)
+            return memoryview(bytearray(num_bytes)) if fits else None
+        if not isinstance(message, Bytes) or not 0 < num_bytes <= _MAX_PART_BYTES:
+            return None
+        if _BASE_FILES.fullmatch(message.segment):
+            return memoryview(bytearray(num_bytes))
+        with self._lock:
+            return self._log_memory(message, num_bytes)
+
+    def _log_memory(self, message: Bytes, num_bytes: int) -> memoryview | None:
+        place, _, name = message.segment.partition("/")
+        parsed = parse_name(name)
+        if place != MEMORY or parsed is None or parsed[0] != self._generation:
+            return None
+        memory = self._place()
+        if self._name != name:
+            if message.offset or memory.num_bytes() + num_bytes > self._max_bytes:
+                return None
+            if self._file is not None:
+                self._file.close()
+            path = os.path.join(memory.folder, name)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)  # of a shadow before this one
+            self._file, self._name, self._got = memory.create(path), name, 0
+        assert self._file is not None
+        if message.offset > self._got or message.offset + num_bytes > self._max_bytes:
+            return None
+        self._file.truncate(message.offset)
+        return memoryview(self._file.reserve(num_bytes))
+
+    def _place(self) -> shared.MemoryPlace:
+        if self._timeline not in self._places:
+            self._places[self._timeline] = shared.MemoryPlace(shared.log_folder(self._folder, self._timeline))
+        return self._places[self._timeline]
+
+    def take(self, message: Bytes | Document, payload: memoryview | None) -> None:
+        assert payload is not None
+        if isinstance(message, Document):
+            self._document(message.name, bytes(payload))
+            return
+        if _BASE_FILES.fullmatch(message.segment):
+            self._base_part(message, payload)
+            return
+        with self._lock:
+            self._got = message.offset + len(payload)
+
+    def _document(self, name: str, data: bytes) -> None:
+        path = os.path.join(self._path.path, name)
+        files.make_dirs(os.path.dirname(path))
+        if name.endswith("/timeline.json"):
+            timeline = int(name.split("/")[1])
+            for folder in (self._path.generations, self._path.layouts, self._path.bases, self._path.log):
+                files.make_dirs(folder(timeline))
+        with contextlib.suppress(FileNotFoundError):
+            if files.read_whole(path) == data:
+                return
+        files.write_whole(path, data)
+
+    def _base_part(self, message: Bytes, payload: memoryview) -> None:
+        """A part of a base's file. The manifest comes last, and with it the base exists."""
+        found = _BASE_FILES.fullmatch(message.segment)
+        assert found is not None
+        folder = os.path.join(self._path.bases(int(found[1])), found[2])
+        if found[3] == "manifest.json":
+            for name in self._base:
+                files.sync_file(os.path.join(folder, name))
+            self._base.clear()
+            files.write_whole(os.path.join(folder, found[3]), bytes(payload))
+            return
+        files.make_dirs(folder)
+        expected = self._base.get(found[3], 0) if message.offset else 0
+        if message.offset != expected:
+            raise LinkError(f"{message.segment}: bytes from {message.offset} on, but {expected} were next")
+        with open(os.path.join(folder, found[3]), "wb" if not message.offset else "r+b") as f:
+            f.seek(message.offset)
+            f.write(payload)
+        self._base[found[3]] = message.offset + len(payload)
+
+    def problem(self, entry: FrameEntry) -> str:
+        with self._lock:
+            if os.path.basename(entry.path) != self._name or entry.end_offset > self._got:
+                return "it has not arrived"
+            self._last_steps[entry.path] = entry.step
+        parsed = parse_name(os.path.basename(entry.path))
+        assert parsed is not None
+        try:
+            reader = shared.MappedReader(entry.path)
+            seed = records.seed_of(bytes.fromhex(self._run), parsed[0], 0, parsed[1])
+            StoredFrame(entry, reader, seed).check_payloads()
+        except (CorruptionError, OSError, ValueError) as e:
+            with self._lock:
+                self._got = min(self._got, entry.offset)
+            return str(e)
+        return ""
+
+    def release(self, folded: int) -> None:
+        """The shadow has folded so far: memory of older segments is used again."""
+        with self._lock:
+            place = self._places.get(self._timeline)
+            if place is not None:
+                place.release(lambda path: self._last_steps.get(path, 1 << 62) > folded)
+            for path in [p for p, last in self._last_steps.items() if last <= folded]:
+                del self._last_steps[path]
+
+    def close(self) -> None:
+        with self._lock:
+            self._drop()
+            for place in self._places.values():
+                place.close()
+
+
+class _Hosted:
+    """One run's shadow in this process."""
+
+    def __init__(
+        self, path: RunPath, run: str, *, interval: int, max_bytes: int, idle_s: float, say: Callable[[str], None]
+    ) -> None:
+        folder = shared.shared_folder(run, path.path)
+        shared.make_private(folder)
+        self.shadow = Shadow(path, folder, run=run, base_interval=interval, idle_s=idle_s, sweeps=False, say=say)
+        self.inbox = Inbox(path, folder, run, max_bytes)
+        self.server = Server(self.shadow, run, self.inbox)
+        tell = self.shadow.tell
+
+        def told(kind: str, value: object) -> None:
+            if kind == "progress":
+                self.inbox.release(self.shadow.progress.folded)
+                self._retain()
+            tell(kind, value)
+
+        self.shadow.tell = told
+        self._path = path
+        self._retained = -1
+        self.thread = threading.Thread(target=self._run, name=f"everstep-{run[:8]}", daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.shadow.run()
+        finally:
+            self.inbox.close()
+            if self.shadow.is_stored or self.shadow.is_dismissed:
+                shutil.rmtree(self.shadow.folder, ignore_errors=True)
+
+    def _retain(self) -> None:
+        """Two bases are enough here: the history is the trainer's."""
+        base = self.shadow.progress.base
+        if base > self._retained:
+            self._retained = base
+            bases, _ = stored(self._path, self.shadow.timeline)
+            retention.execute(retention.plan_removal(Retention(bases=2), bases, [], base))
+
+
+class Host:
+    """Listens for trainers of other hosts and keeps a shadow for each of their runs."""
+
+    def __init__(
+        self, folder: str, *, token: bytes | None, tls: ssl.SSLContext | None, interval: int, max_bytes: int, idle_s: float,
+        say: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        self._folder = os.path.abspath(folder)
+        self._token, self._tls = token, tls
+        self._interval, self._max_bytes, self._idle_s = interval, max_bytes, idle_s
+        self._say = say
+        self._lock = threading.Lock()
+        self._runs: dict[str, _Hosted] = {}
+
+    def accept(self, listener: socket.socket) -> None:
+        """Serve everyone who connects, each in a thread. Returns when the listener is closed."""
+        while True:
+            try:
+                sock = addresses.accept(listener)
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(sock,), daemon=True).start()
+
+    def _serve(self, sock: socket.socket) -> None:
+        try:
+            if self._tls is not None:
+                sock = addresses.serve_tls(sock, self._tls)
+            inboxes: list[Inbox] = []
+            with Channel(sock, lambda m, n: inboxes[0].sink(m, n) if inboxes else None) as channel:
+                handshake = sockets.listen_to(channel, self._token)
+                try:
+                    hosted = self._hosted(handshake.hello)
+                except EverstepError as e:
+                    sockets.refuse(channel, handshake, str(e))
+                    return
+                inboxes.append(hosted.inbox)
+                hosted.server.serve(channel, handshake)
+        except (EverstepError, OSError) as e:
+            self._say(f"a connection ended: {e}")
+
+    def _hosted(self, hello: Hello) -> _Hosted:
+        if not re.fullmatch(r"[0-9a-f]{32}", hello.run):
+            raise LinkError(f"{hello.run!r} is no run id")
+        with self._lock:
+            found = self._runs.get(hello.run)
+            if found is None or not found.thread.is_alive():
+                path = RunPath(os.path.join(self._folder, hello.run))
+                if hello.purpose != "train" and not os.path.isdir(path.path):
+                    raise LinkError(f"this shadow knows nothing of run {hello.run}")
+                found = self._runs[hello.run] = _Hosted(
+                    path, hello.run, interval=self._interval, max_bytes=self._max_bytes, idle_s=self._idle_s,
+                    say=lambda text: self._say(f"{hello.run[:8]} {text}"),
+                )  # fmt: skip
+            return found
+
+    def close(self) -> None:
+        """Every shadow leaves a base and ends."""
+        for hosted in self._runs.values():
+            hosted.shadow.end(base=True)
+        for hosted in self._runs.values():
+            hosted.thread.join()
+
+
+def main(
+    listen: str, folder: str, *, token: bytes | None, certfile: str | None, keyfile: str | None, interval: int,
+    max_bytes: int, idle_s: float, ready: Callable[[socket.socket], None] = lambda listener: None,
+) -> None:  # fmt: skip
+    """`everstep shadow`: until interrupted."""
+    address = addresses.parse_address(listen)
+    addresses.must_have_token(address.host, token)
+    tls = addresses.server_context(certfile, keyfile) if certfile is not None else None
+
+    def say(text: str) -> None:
+        print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
+
+    files.make_dirs(os.path.abspath(folder))
+    host = Host(folder, token=token, tls=tls, interval=interval, max_bytes=max_bytes, idle_s=idle_s, say=say)
+    listener = addresses.listen(address)
+    ready(listener)
+    try:
+        host.accept(listener)
+    except KeyboardInterrupt:
+        say("ending: every run gets a base at its last step")
+    finally:
+        listener.close()
+        host.close()

@@ -1,0 +1,265 @@
+"""Training programs with a shadow that tests kill, stop and lead: trainers forked from one warm process, and their journals.
+
+As a program (`python shadow_training.py`) it is the warm process: it has torch imported and no threads, and forks a trainer
+for each line of JSON on its stdin. So a trainer is a real process that starts in a few milliseconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+TESTS = Path(__file__).resolve().parent.parent
+for folder in (TESTS, TESTS / "exactness"):
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+import torch
+from harness import SEED, everything, hand_batch
+from models import Training, build
+
+import everstep
+
+TOLD = ("step", "folded_step", "shadow_pid", "shadows", "spilled_steps", "stall_s", "unprotected_since", "base_step")
+
+
+def turn(t: Training) -> None:
+    """One turn of the loop; its batch follows from how many there were."""
+    t.turn(hand_batch(t, t.progress.batches))
+
+
+# ------------------------------------------------------------------------------------------ in the trainer
+
+
+def main(order: dict[str, Any]) -> None:
+    """Train as far as the orders in a file say, and write down what happens, a line at a time."""
+    folder = Path(order["folder"])
+    torch.set_num_threads(1)
+    warnings.simplefilter("always")
+    t = build(**order["case"], seed=order["seed"])
+    run = everstep.attach(t.model, t.optimizer, folder / "run", extras=t.extras, **{"mode": "shadow", **order["attach"]})
+    journal = os.open(folder / "journal", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+
+    def note(**line: Any) -> None:
+        os.write(journal, (json.dumps({"pid": os.getpid(), **line}) + "\n").encode())
+
+    note(resumed=run.resume(order["resume"]))
+    told: dict[str, Any] = {}
+    while True:
+        until, then = json.loads((folder / "orders").read_text())
+        if t.progress.batches < until:
+            turn(t)
+            run.commit()
+            time.sleep(order["pause_s"])
+        elif then == "wait":
+            time.sleep(0.005)
+        else:
+            break
+        stats = run.stats()
+        now = {"batches": t.progress.batches, **{k: stats.get(k) for k in TOLD}}
+        if now != told:
+            told = now
+            note(**now)
+    run.flush()
+    torch.save(everything(t), folder / "result.new")
+    os.rename(folder / "result.new", folder / "result")
+    if then == "close":
+        run.close()
+    note(ended=True)
+    if then == "save":  # alive, until it is killed
+        while True:
+            time.sleep(1)
+
+
+def serve() -> None:
+    """Fork a trainer for each line; answer with its pid. Children that end are buried at once."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    for line in sys.stdin:
+        order = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            status = 1
+            try:
+                os.setsid()
+                output = os.open(Path(order["folder"]) / "output", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+                nothing = os.open(os.devnull, os.O_RDONLY)
+                for theirs, ours in ((nothing, 0), (output, 1), (output, 2)):
+                    os.dup2(theirs, ours)
+                os.environ.update(order["environment"])
+                main(order)
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(status)
+        print(pid, flush=True)
+
+
+# ------------------------------------------------------------------------------------------ in the test
+
+
+def alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as f:
+            return f.read().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def kill(pid: int) -> None:
+    """SIGKILL, and it is gone on return."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + 20
+    while alive(pid):
+        assert time.monotonic() < deadline, f"{pid} survives SIGKILL"
+        time.sleep(0.002)
+
+
+class Launcher:
+    """The warm process."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+
+    def start(self, order: dict[str, Any]) -> int:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+        return int(self._process.stdout.readline())
+
+    def close(self) -> None:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.stdout.close()
+        self._process.wait()
+
+
+@dataclass
+class Program:
+    """One run, trained by one process after the other."""
+
+    launcher: Launcher
+    folder: Path
+    case: dict[str, Any]
+    attach: dict[str, Any] = field(default_factory=dict)
+    pause_s: float = 0.0
+    pid: int = 0
+    starts: int = 0
+    _read: int = 0
+    lines: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def run(self) -> Path:
+        return self.folder / "run"
+
+    def order(self, until: int, then: str = "wait") -> None:
+        """Train to so many batches, then `wait` for other orders, `close` the run and end, or `save` and stay."""
+        (self.folder / "orders.new").write_text(json.dumps([until, then]))
+        os.rename(self.folder / "orders.new", self.folder / "orders")
+
+    def start(self, until: int, then: str = "wait", *, resume: Any = "latest", **attach: Any) -> int:
+        """A trainer; the step at which it resumed. Another seed each time, so that nothing is right by chance."""
+        self.order(until, then)
+        order = {
+            "folder": str(self.folder), "case": self.case, "attach": {**self.attach, **attach}, "pause_s": self.pause_s,
+            "resume": resume, "seed": SEED + 17 * self.starts,
+            "environment": {k: v for k, v in os.environ.items() if k.startswith("EVERSTEP")},
+        }  # fmt: skip
+        self.starts += 1
+        self.pid = self.launcher.start(order)
+        return int(self.wait(lambda line: "resumed" in line)["resumed"])
+
+    def read(self) -> list[dict[str, Any]]:
+        """Lines that the trainer of now has written."""
+        path = self.folder / "journal"
+        if path.exists():
+            with open(path) as f:
+                f.seek(self._read)
+                text = f.read()
+            whole = text[: text.rfind("\n") + 1]
+            self._read += len(whole)
+            self.lines += [json.loads(line) for line in whole.splitlines()]
+        return [line for line in self.lines if line["pid"] == self.pid]
+
+    @property
+    def last(self) -> dict[str, Any]:
+        """The newest numbers of the trainer of now."""
+        return next((line for line in reversed(self.read()) if "batches" in line), {})
+
+    def wait(self, true: Any, seconds: float = 60.0) -> dict[str, Any]:
+        """Until a line of the trainer of now, newest first, is so."""
+        deadline = time.monotonic() + seconds
+        while True:
+            ended = not alive(self.pid)
+            for line in reversed(self.read()):
+                if true(line):
+                    return line
+            assert not ended, f"the trainer has ended: {self.output()[-3000:]}"
+            assert time.monotonic() < deadline, f"waited in vain; {self.last}; {self.output()[-3000:]}"
+            time.sleep(0.002)
+
+    def wait_now(self, true: Any, seconds: float = 60.0) -> dict[str, Any]:
+        """Until the newest numbers are so."""
+        return self.wait(lambda line: line is self.last and true(line), seconds)
+
+    def wait_folded(self, batches: int) -> dict[str, Any]:
+        """Until all is trained that was ordered, and the shadow holds it."""
+        return self.wait_now(lambda line: line["batches"] == batches and line["folded_step"] == line["step"])
+
+    def wait_ended(self) -> None:
+        self.wait(lambda line: "ended" in line)
+
+    def wait_gone(self) -> None:
+        self.wait_ended()
+        deadline = time.monotonic() + 30
+        while alive(self.pid):
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+
+    def kill(self) -> dict[str, Any]:
+        """SIGKILL the trainer; what it had said last."""
+        kill(self.pid)
+        return self.last
+
+    def output(self) -> str:
+        path = self.folder / "output"
+        return path.read_text() if path.exists() else ""
+
+    def result(self) -> dict[str, Any]:
+        """Everything that the trainer had when it had done what was ordered."""
+        return torch.load(self.folder / "result", weights_only=False)
+
+
+_plain: dict[tuple[str, int], dict[str, Any]] = {}
+
+
+def without_everstep(case: dict[str, Any], batches: int) -> dict[str, Any]:
+    """Everything after so many batches of a run that was never interrupted."""
+    key = (json.dumps(case, sort_keys=True), batches)
+    if key not in _plain:
+        t = build(**case, seed=SEED)
+        for _ in range(batches):
+            turn(t)
+        _plain[key] = everything(t)
+    return _plain[key]
+
+
+if __name__ == "__main__":
+    serve()
