@@ -190,6 +190,7 @@ class Run:
         self._next_retry = 0.0
         self._rebase = False
         self._proven = True
+        self._source = ""
         self._torn = False
         self._last_cursor: dict[str, Any] = {}
         self._restore_s = 0.0
@@ -303,6 +304,7 @@ class Run:
             "durable_step": self.durable_step,
             "proven_step": self._keeper.proven_step if self._keeper is not None else None,
             "resumed_step": self._resumed,
+            "resumed_from": self._source,
             "resumed_proven": self._proven,
             "resume_s": self._restore_s,
             "commits": self._commits,
@@ -443,6 +445,7 @@ class Run:
         self._saved_position = cursor["data"]
         self._restored = restored
         self._proven = restored.proven
+        self._source = "disk" if offer is None else "shadow"
         self._last_cursor = {**cursor, "rng": rng.capture()}
         if fork or _computes_differently(restored.fingerprint):
             self._take_base()

@@ -28,7 +28,7 @@ for folder in (TESTS, TESTS / "exactness"):
 
 import torch
 from harness import SEED, everything, hand_batch
-from models import Training, build
+from models import Options, Training, build
 
 import everstep
 
@@ -38,6 +38,11 @@ TOLD = ("step", "folded_step", "shadow_pid", "shadows", "spilled_steps", "stall_
 def turn(t: Training) -> None:
     """One turn of the loop; its batch follows from how many there were."""
     t.turn(hand_batch(t, t.progress.batches))
+
+
+def plain_options() -> Options:
+    """Of a Training that a test makes itself."""
+    return Options()
 
 
 # ------------------------------------------------------------------------------------------ in the trainer

@@ -30,6 +30,7 @@ import torch
 from everstep.bench import machine, peers, statistics, workloads
 from everstep.bench.progress import Progress, silent
 from everstep.bench.workloads import Workload
+from everstep.follow.attend import ShadowKeeper
 from everstep.memory import same_bits
 from everstep.run import Run, attach
 
@@ -59,6 +60,9 @@ class Settings:
     """Where runs are written; None: the system's temporary folder."""
     wait_for_follower: bool = True
     """Start to measure only when the follower has made its first base."""
+    mode: str = "delta"
+    shadow: str = ""
+    """With mode="shadow": the address of one that listens already; empty: a local one."""
     seed: int = 0
 
 
@@ -70,9 +74,12 @@ class _Copy:
         self._loader = workloads.batches(w)
         self.stream = workloads.endless(self._loader)
 
-    def attach(self, path: str, base_interval: int) -> Run:
+    def attach(self, path: str, base_interval: int, settings: Settings) -> Run:
         """From now on batches come by way of the run."""
-        run = attach(self.model, self.optimizer, path, base_interval=base_interval, quiet=True)
+        run = attach(
+            self.model, self.optimizer, path, mode=settings.mode, shadow=settings.shadow, base_interval=base_interval,
+            quiet=True,
+        )  # fmt: skip
         run.resume()
         self.stream = run.steps(self._loader)
         return run
@@ -141,6 +148,8 @@ class _Follower:
 
     @property
     def pid(self) -> int | None:
+        if isinstance(self._keeper, ShadowKeeper):
+            return self._keeper.shadow_pid()
         process = self._keeper._process
         return None if process is None or process.poll() is not None else int(process.pid)
 
@@ -243,7 +252,7 @@ class _Session:
         """Measure these pairs; returns how many are done in all."""
         self._off.restart()
         self._meter = Meter(self._on.optimizer)
-        run = self._run = self._on.attach(self._path, self._interval)
+        run = self._run = self._on.attach(self._path, self._interval, self._settings)
         self._follower = _Follower(run)
         self._meter.install(run)
         try:
@@ -339,6 +348,9 @@ def _report(settings: Settings, totals: _Totals, copy: _Copy, block_steps: int, 
         "block_steps": block_steps,
         "base_interval": interval,
         "durability": "step",
+        "mode": settings.mode,
+        "shadow": settings.shadow or ("local" if settings.mode == "shadow" else ""),
+        "gradient_bytes": sum(p.numel() * p.element_size() for p in copy.model.parameters()),
         "ratio": statistics.median_interval(totals.ratios, seed=settings.seed).as_dict(),
         "ratios": totals.ratios,
         "step_s": step_s,
@@ -410,7 +422,7 @@ def measure_rss(
     block = max(2, (last_step - first_step) // 20)
     try:
         copy = _Copy(settings.workload)
-        run = copy.attach(os.path.join(top, "run"), interval)
+        run = copy.attach(os.path.join(top, "run"), interval, settings)
         follower = _Follower(run)
         own, other = [], []
         try:

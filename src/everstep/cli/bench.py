@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 from typing import Annotated, Any
@@ -35,19 +36,21 @@ def overhead(
         int | None, typer.Option(min=1, help="Steps between bases; without it four in each half.", show_default=False)
     ] = None,
     peers: Annotated[bool, typer.Option(help="Also measure torch.save and DCP async_save at every step.")] = True,
+    mode: Annotated[str, typer.Option(help="delta or shadow.")] = "delta",
+    tcp: Annotated[bool, typer.Option("--tcp", help="With --mode shadow: a shadow behind TCP on loopback.")] = False,
     rss: Annotated[bool, typer.Option("--rss", help="Measure the growth of memory instead.")] = False,
     quick: Quick = False,
     folder: Folder = None,
     json: Json = False,
 ) -> None:
     """Time of training with every step saved over time without."""
-    from everstep.bench import machine
+    from everstep.bench import machine, recover
     from everstep.bench import overhead as bench
     from everstep.bench.workloads import Workload
 
     folder = _folder(folder)
     found: dict[str, Any] = {"benchmark": "overhead", "machine": machine.facts(folder), "measurements": []}
-    with Told() as told:
+    with Told() as told, recover.tcp_shadow(folder, base_interval or 200) if tcp else contextlib.nullcontext("") as address:
         for num_threads in _threads(threads, machine.num_cores()):
             for count in tokens or [1024]:
                 workload = Workload(tokens=count)
@@ -56,7 +59,7 @@ def overhead(
                     num_pairs=min(pairs, 4) if quick else pairs, block_steps=block_steps or (4 if quick else None),
                     base_interval=base_interval or (32 if quick else None),
                     num_peer_pairs=(1 if quick else 3) if peers else 0, folder=folder,
-                    wait_for_follower=not quick,
+                    wait_for_follower=not quick, mode=mode, shadow=address,
                 )  # fmt: skip
                 if rss:
                     last = 120 if quick else 500
@@ -100,6 +103,46 @@ def restore(
         print_json(found)
     else:
         _print_restore(found)
+
+
+@app.command("recover")
+def recover_(
+    repetitions: Annotated[int, typer.Option(min=1, help="Kills for each way to recover.")] = 5,
+    quick: Quick = False,
+    folder: Folder = None,
+    json: Json = False,
+) -> None:
+    """From SIGKILL of a trainer to its next completed step: from its shadow's memory, from disk, by torch.load."""
+    from everstep.bench import machine
+    from everstep.bench import recover as bench
+    from everstep.bench.workloads import Workload
+
+    folder = _folder(folder)
+    workload = Workload(tokens=256)
+    with Told() as told:
+        measured = bench.measure(
+            workload.quick() if quick else workload, num_repetitions=2 if quick else repetitions, folder=folder,
+            progress=told,
+        )  # fmt: skip
+    found: dict[str, Any] = {"benchmark": "recover", "machine": machine.facts(folder), **measured}
+    if json:
+        print_json(found)
+    else:
+        _print_recover(found)
+
+
+def _print_recover(found: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    table = Table("from", "kill to next step", "start", "import and build", "fetch", "first step")
+    for name, m in found["ways"].items():
+        table.add_row(name, *(f"{m[part]:.3f} s" for part in ("total_s", "start_s", "import_s", "fetch_s", "step_s")))
+    _print_machine(found)
+    console().print(table)
+    console().print(
+        f"one memcpy of the state ({megabytes(found['state_bytes'])}): {found['memcpy_s']:.3f} s; fetching from the shadow "
+        f"takes {found['fetch_ratio']:.2f} times that"
+    )
 
 
 def _folder(given: str | None) -> str:

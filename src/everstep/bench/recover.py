@@ -1,0 +1,220 @@
+"""How soon a killed trainer trains again: from SIGKILL to its next completed step, and where the time goes.
+
+A trainer process of the overhead benchmark's model is killed in mid-run and started again at once. Its parts:
+
+    start       from the kill until the new process runs its first line
+    import      torch, Everstep, model, optimizer, data
+    fetch       resume(): the state from the shadow's memory, from disk, or by torch.load, in its place
+    step        the first step
+
+and, in the same run, one memcpy of the state from and to memory that has been touched before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from everstep.bench.progress import Progress, silent
+from everstep.bench.workloads import Workload
+
+WAYS = ("shadow", "disk", "torch.load")
+PARTS = ("total_s", "start_s", "import_s", "fetch_s", "step_s")
+WARM_STEPS = 12
+
+_TRAINER = """
+import time; began = time.time()
+import json, os, sys
+arguments = json.loads(sys.argv[1])
+from everstep.bench.recover import train
+train(began, **arguments)
+"""
+
+
+def train(began: float, *, way: str, folder: str, workload: dict[str, Any]) -> None:
+    """In the trainer: resume, say when what was done, then train until killed."""
+    torch.set_num_threads(1)
+    import everstep
+    from everstep.bench import workloads
+
+    w = Workload(**workload)
+    model, optimizer = workloads.build(w)
+    batches = workloads.endless(workloads.batches(w))
+    file = os.path.join(folder, "state.pt")
+    built = time.time()
+    step, source = 0, way
+    if way == "torch.load":
+        if os.path.exists(file):
+            state = torch.load(file, weights_only=True)
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+            step = state["step"]
+    else:
+        mode = "shadow" if way == "shadow" else "delta"
+        run = everstep.attach(model, optimizer, os.path.join(folder, way), mode=mode, base_interval=1000, quiet=True)
+        step = run.resume()
+        source = run.stats()["resumed_from"]
+    fetched = time.time()
+    while True:
+        workloads.train_step(model, optimizer, next(batches))
+        step += 1
+        if way == "torch.load":
+            if step == WARM_STEPS:
+                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+                torch.save(state, file)
+        else:
+            run.commit()
+        told = {
+            "step": step, "began": began, "built": built, "fetched": fetched, "now": time.time(), "source": source,
+            "folded": run.stats().get("folded_step", step) if way == "shadow" else step,
+        }  # fmt: skip
+        print(json.dumps(told), flush=True)
+
+
+def measure(
+    workload: Workload, *, num_repetitions: int = 5, folder: str | None = None, progress: Progress = silent
+) -> dict[str, Any]:
+    """All ways, by turns, as a plain dict."""
+    top = tempfile.mkdtemp(prefix="everstep-bench-", dir=folder)
+    found: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+    trainers: dict[str, _Trainer] = {}
+    copies = []
+    try:
+        for way in WAYS:
+            progress(f"{way}: warming up", 0, num_repetitions)
+            trainers[way] = _Trainer(way, top, workload)
+            trainers[way].train(WARM_STEPS)
+            trainers[way].pause()
+        for repetition in range(num_repetitions):
+            for way in WAYS:
+                progress(way, repetition, num_repetitions)
+                trainer = trainers[way]
+                trainer.go_on()
+                found[way].append(trainer.recover())
+                trainer.pause()
+            copies.append(_memcpy_s(workload))
+        progress("done", num_repetitions, num_repetitions)
+    finally:
+        for trainer in trainers.values():
+            trainer.end()
+        shutil.rmtree(top, ignore_errors=True)
+    ways = {way: {part: statistics.median(m[part] for m in found[way]) for part in PARTS} for way in WAYS}
+    memcpy = statistics.median(copies)
+    return {
+        "workload": asdict(workload), "num_repetitions": num_repetitions, "ways": ways, "all": found, "memcpy_s": memcpy,
+        "state_bytes": _state_bytes(workload), "fetch_ratio": ways["shadow"]["fetch_s"] / memcpy,
+    }  # fmt: skip
+
+
+class _Trainer:
+    """A trainer process, killed and started again."""
+
+    def __init__(self, way: str, folder: str, workload: Workload) -> None:
+        self._way = way
+        self._arguments = json.dumps({"way": way, "folder": folder, "workload": asdict(workload)})
+        self._steps = 0
+        self._start()
+
+    def _start(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _TRAINER, self._arguments], stdout=subprocess.PIPE, text=True
+        )
+
+    def _told(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise AssertionError(f"the trainer ({self._way}) died")
+        told: dict[str, Any] = json.loads(line)
+        return told
+
+    def train(self, num_steps: int) -> None:
+        """So many steps, and until a shadow has caught up."""
+        told = self._told()
+        while told["step"] < num_steps or told["folded"] < told["step"] - 4:
+            told = self._told()
+
+    def recover(self) -> dict[str, float]:
+        """Kill it in mid-run, start it again, and see how long that takes."""
+        for _ in range(4):
+            self._told()
+        killed = time.time()
+        self._process.kill()
+        self._process.wait()
+        self._start()
+        told = self._told()
+        if self._way == "shadow" and told["source"] != "shadow":
+            raise AssertionError(f"the state came from {told['source']}, not from the shadow")
+        self.train(0)
+        return {
+            "total_s": told["now"] - killed, "start_s": told["began"] - killed, "import_s": told["built"] - told["began"],
+            "fetch_s": told["fetched"] - told["built"], "step_s": told["now"] - told["fetched"],
+        }  # fmt: skip
+
+    def pause(self) -> None:
+        self._process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def _state_bytes(workload: Workload) -> int:
+    from everstep.bench import workloads
+
+    model, _ = workloads.build(workload)
+    return 3 * sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def _memcpy_s(workload: Workload) -> float:
+    source = torch.ones(_state_bytes(workload), dtype=torch.uint8)
+    target = torch.empty_like(source)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    target.copy_(source)
+    seconds = []
+    for _ in range(3):
+        begun = time.perf_counter()
+        target.copy_(source)
+        seconds.append(time.perf_counter() - begun)
+    torch.set_num_threads(before)
+    return statistics.median(seconds)
+
+
+@contextlib.contextmanager
+def tcp_shadow(folder: str, interval: int) -> Iterator[str]:
+    """`everstep shadow` on loopback; its address."""
+    top = tempfile.mkdtemp(prefix="everstep-shadow-", dir=folder)
+    command = [
+        sys.executable, "-m", "everstep.cli.main", "shadow", "--listen", "127.0.0.1:0", "--dir", top,
+        "--base-interval", str(interval),
+    ]  # fmt: skip
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        port = process.stdout.readline().rsplit(",", 1)[1].strip(" )\n")
+        yield f"tcp://127.0.0.1:{port}"
+    finally:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(60.0)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        shutil.rmtree(top, ignore_errors=True)
