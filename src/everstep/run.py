@@ -667,6 +667,8 @@ class Run:
 
     def _on_durable(self, step: int) -> None:
         """In the writer thread."""
+        if self._keeper is not None:
+            self._keeper.written(step)
         if self._base_ready:
             self._durable = max(self._durable, step)
             files.note(f"durable {self._durable}")

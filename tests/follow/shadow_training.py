@@ -1,7 +1,8 @@
 """Training programs with a shadow that tests kill, stop and lead: trainers forked from one warm process, and their journals.
 
-As a program (`python shadow_training.py`) it is the warm process: it has torch imported and no threads, and forks a trainer
-for each line of JSON on its stdin. So a trainer is a real process that starts in a few milliseconds.
+As a program (`python shadow_training.py SOCKET`) it is the warm process: it has torch imported and no threads, and forks a
+trainer or a shadow for each line of JSON that comes over its socket. So these are real processes, of which the first is not a
+relative of the second, and they start in a few milliseconds. (Shadows of runs in the test's own process start as they always do.)
 """
 
 from __future__ import annotations
@@ -9,9 +10,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
+import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 import warnings
@@ -31,6 +36,7 @@ from harness import SEED, everything, hand_batch
 from models import Options, Training, build
 
 import everstep
+from everstep.follow import attend, serve
 
 TOLD = ("step", "folded_step", "shadow_pid", "shadows", "spilled_steps", "stall_s", "unprotected_since", "base_step")
 
@@ -69,6 +75,7 @@ def main(order: dict[str, Any]) -> None:
             run.commit()
             time.sleep(order["pause_s"])
         elif then == "wait":
+            run.flush()  # the last step's gradients are the user's until the next one begins
             time.sleep(0.005)
         else:
             break
@@ -88,30 +95,91 @@ def main(order: dict[str, Any]) -> None:
             time.sleep(1)
 
 
-def serve() -> None:
-    """Fork a trainer for each line; answer with its pid. Children that end are buried at once."""
+class Forked:
+    """What subprocess.Popen is for a shadow, but the warm process makes it."""
+
+    def __init__(self, command: list[str], *, stdout: Any, env: dict[str, str], **rest: Any) -> None:
+        assert command[1:3] == ["-m", "everstep.follow.serve"] and rest["start_new_session"]
+        self.returncode: int | None = None
+        self.pid = ask(os.environ["WARM"], {"shadow": command[3:], "output": stdout.name, "environment": env})
+
+    def poll(self) -> int | None:
+        if self.returncode is None and not alive(self.pid):
+            self.returncode = 1
+        return self.returncode
+
+    def wait(self, timeout: float = 60.0) -> int:
+        deadline = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("shadow", timeout)
+            time.sleep(0.005)
+        return 1
+
+    def kill(self) -> None:
+        kill(self.pid)
+
+
+class _Subprocess:
+    Popen = Forked
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(subprocess, name)
+
+
+def ask(address: str, order: dict[str, Any]) -> int:
+    """Have the warm process fork; the pid."""
+    with socket.socket(socket.AF_UNIX) as warm:
+        warm.connect(address)
+        warm.sendall((json.dumps(order) + "\n").encode())
+        return int(warm.makefile().readline())
+
+
+def fork(order: dict[str, Any], warm: list[socket.socket]) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for each in warm:
+            each.close()
+        os.setsid()
+        output = os.open(order["output"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        for theirs, ours in ((nothing, 0), (output, 1), (output, 2)):
+            os.dup2(theirs, ours)
+        os.environ.update(order["environment"])
+        if "shadow" in order:
+            status = serve.main(order["shadow"])
+        else:
+            attend.subprocess = _Subprocess()  # type: ignore[assignment]
+            main(order)
+            status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def be_warm(address: str) -> None:
+    """Fork for whoever asks, until stdin ends. Children that end are buried at once."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    for line in sys.stdin:
-        order = json.loads(line)
-        pid = os.fork()
-        if pid == 0:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            status = 1
-            try:
-                os.setsid()
-                output = os.open(Path(order["folder"]) / "output", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-                nothing = os.open(os.devnull, os.O_RDONLY)
-                for theirs, ours in ((nothing, 0), (output, 1), (output, 2)):
-                    os.dup2(theirs, ours)
-                os.environ.update(order["environment"])
-                main(order)
-                status = 0
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                sys.stderr.flush()
-                os._exit(status)
-        print(pid, flush=True)
+    os.environ["WARM"] = address
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen(32)
+        print("warm", flush=True)
+        while True:
+            readable, _, _ = select.select([listener, sys.stdin], [], [])
+            if sys.stdin in readable:
+                return
+            client, _ = listener.accept()
+            with client:
+                order = json.loads(client.makefile().readline())
+                client.sendall(b"%d\n" % fork(order, [listener, client]))
 
 
 # ------------------------------------------------------------------------------------------ in the test
@@ -139,21 +207,23 @@ class Launcher:
     """The warm process."""
 
     def __init__(self) -> None:
+        self._folder = tempfile.mkdtemp(prefix="es-")
+        self._address = os.path.join(self._folder, "warm")
         self._process = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+            [sys.executable, __file__, self._address], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
         )
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == b"warm\n"
 
     def start(self, order: dict[str, Any]) -> int:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(json.dumps(order) + "\n")
-        self._process.stdin.flush()
-        return int(self._process.stdout.readline())
+        return ask(self._address, order)
 
     def close(self) -> None:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
         self._process.stdout.close()
         self._process.wait()
+        shutil.rmtree(self._folder)
 
 
 @dataclass
@@ -184,7 +254,7 @@ class Program:
         self.order(until, then)
         order = {
             "folder": str(self.folder), "case": self.case, "attach": {**self.attach, **attach}, "pause_s": self.pause_s,
-            "resume": resume, "seed": SEED + 17 * self.starts,
+            "output": str(self.folder / "output"), "resume": resume, "seed": SEED + 17 * self.starts,
             "environment": {k: v for k, v in os.environ.items() if k.startswith("EVERSTEP")},
         }  # fmt: skip
         self.starts += 1
@@ -267,4 +337,4 @@ def without_everstep(case: dict[str, Any], batches: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    serve()
+    be_warm(sys.argv[1])

@@ -113,7 +113,15 @@ def feed(connection: Connection, data: bytes, sizes: Iterable[int] = ()) -> list
         n = min(len(buffer), len(data) - at, max(1, next(chunks, len(data))))
         buffer[:n] = data[at : at + n]
         at += n
-        got += connection.received(n)
+        got += drained(connection, n)
+    return got
+
+
+def drained(connection: Connection, n: int) -> list[Received]:
+    """All messages that so many bytes complete, each dealt with before memory for a payload behind it is asked for."""
+    got = connection.received(n)
+    while connection.has_more:
+        got += connection.received(0)
     return got
 
 

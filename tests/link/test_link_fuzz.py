@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 import xxhash
-from link_samples import CARRIERS, HELLO, OPEN_SAMPLES, SAMPLES, Memory
+from link_samples import CARRIERS, HELLO, OPEN_SAMPLES, SAMPLES, Memory, drained
 
 from everstep.errors import LinkError
 from everstep.link import messages as m
@@ -43,7 +43,7 @@ class Server:
             n = min(len(buffer), len(data) - at, rng.choice((1, 7, 100, 5000)))
             buffer[:n] = data[at : at + n]
             at += n
-            for got in self.connection.received(n):
+            for got in drained(self.connection, n):
                 reply = self.handshake.receive(got.message, self.connection.handshake_meta)
                 if reply is not None:
                     self.said.append(reply)
@@ -220,7 +220,7 @@ def test_a_peer_gone_wrong_after_the_handshake_causes_nothing_but_link_errors(co
                 n = min(len(buffer), len(data) - at)
                 buffer[:n] = data[at : at + n]
                 at += n
-                for got in connection.received(n):
+                for got in drained(connection, n):
                     delivered += 1
                     assert m.unpack(m.pack(got.message)) == got.message
         except LinkError:

@@ -21,6 +21,7 @@ from link_samples import (
     Memory,
     Sent,
     conversations,
+    drained,
     feed,
     opened,
     plain,
@@ -73,11 +74,31 @@ def test_a_message_may_arrive_byte_by_byte() -> None:
 
 def test_small_messages_that_arrive_together_are_all_delivered_by_one_call() -> None:
     connection = opened()
-    data = wire(*[(m.Ack(i, i, i, i, i), b"") for i in range(20)], (m.Document("a"), b"abc"), (m.Bye(), b""))
+    data = wire(*[(m.Ack(i, i, i, i, i), b"") for i in range(20)], (m.Bye(), b""))
     buffer = connection.get_buffer()
     assert len(data) <= len(buffer)
     buffer[: len(data)] = data
-    assert len(connection.received(len(data))) == 22
+    assert len(connection.received(len(data))) == 21
+    assert not connection.has_more
+
+
+def test_memory_for_a_payload_is_asked_for_when_what_came_before_it_has_been_delivered() -> None:
+    """Where a payload belongs may depend on the messages before it."""
+    memory = Memory()
+    connection = Connection(memory)
+    connection.open()
+    data = wire((m.Ack(1, 1, 1, 1, 1), b""), (m.Document("a"), b"abc"), (m.Bye(), b""))
+    connection.get_buffer()[: len(data)] = data
+    assert [type(r.message) for r in connection.received(len(data))] == [m.Ack]
+    assert connection.has_more and not memory.given
+    with pytest.raises(LinkError):
+        Connection.get_buffer(connection)
+    connection = Connection(memory)
+    connection.open()
+    connection.get_buffer()[: len(data)] = data
+    connection.received(len(data))
+    assert [type(r.message) for r in connection.received(0)] == [m.Document, m.Bye]
+    assert not connection.has_more and len(memory.given) == 1
 
 
 @settings(max_examples=150, deadline=None)
@@ -363,7 +384,7 @@ def test_what_came_before_the_damage_is_delivered(sent: list[Sent], sizes: list[
             n = min(len(buffer), len(stream), next(chunks, len(stream)))
             buffer[:n] = stream[:n]
             stream = stream[n:]
-            got += connection.received(n)
+            got += drained(connection, n)
         connection.get_buffer()
     assert plain(got) == sent
 

@@ -79,6 +79,8 @@ class ShadowKeeper(Keeper):
         self.folded = -1
         """By the shadow that lives; -1 while there is none."""
         self._released = -1
+        """Frames up to this step are not here any more: a shadow has them, or had."""
+        self._shadow_base = -1
         self._shadows = 0
         self._deaths = 0
         """Of shadows in a row that never folded anything."""
@@ -98,9 +100,12 @@ class ShadowKeeper(Keeper):
     # -- writer thread ------------------------------------------------------------------------------------------------
 
     def durable(self, step: int) -> None:
-        """A frame is complete in the log."""
         if self.unfit:
             super().durable(step)
+
+    def written(self, step: int) -> None:
+        """A frame is complete in the log."""
+        if self.unfit:
             return
         self._durable = step
         entry = self._log.last
@@ -139,10 +144,8 @@ class ShadowKeeper(Keeper):
 
     def _release(self) -> None:
         floor = self.folded
-        self._released = max(self._released, floor)
-        self._memory.release(lambda path: self._last_steps.get(path, 1 << 62) > floor)
-        for path in [p for p, last in self._last_steps.items() if last <= floor]:
-            del self._last_steps[path]
+        for path in self._memory.release(lambda path: self._last_steps.get(path, -1) > floor):
+            self._last_steps.pop(path, None)
 
     def _memory_is_scarce(self) -> bool:
         found = os.statvfs(self._memory.folder)
@@ -167,7 +170,7 @@ class ShadowKeeper(Keeper):
             )
             return message
         why, self._needs_base = self._needs_base, ""
-        if not why and step - max(self.base_step, 0) >= MAX_LAG * self._interval:
+        if not why and step - max(self.base_step, self._shadow_base, 0) >= MAX_LAG * self._interval:
             why = "the shadow lags"  # or hangs: the log must not grow for ever
         return why
 
@@ -239,6 +242,8 @@ class ShadowKeeper(Keeper):
                 self._channel = None
         if self._finish:
             self._see_it_end()
+        elif self._shadow is not None and self._shadow.poll() is None:
+            self._shadow.returncode = 0  # it outlives this process: nobody waits for it
 
     def _see_it_end(self) -> None:
         """The run is closed, its last base is written: a shadow that does not end by itself is not needed."""
@@ -373,17 +378,23 @@ class ShadowKeeper(Keeper):
         with self._guard:
             for step in [n for n in self._entries if n <= ack.folded]:
                 del self._entries[step]
+                self._released = max(self._released, step)
         if ack.proven >= 0:
             self.proven_step = ack.proven
-        if ack.base > self.base_step:
+        if ack.base > self._shadow_base:
             self._follower_bases += 1
-            self.base_step = ack.base
-            self._todo.put("retain")
+            self._shadow_base = ack.base
+            self._heard_base(ack.base)
         if self._lost_at is not None and ack.folded >= self._lost_at:
             self._say(f"everstep: {self._path.path}: a new shadow holds step {ack.folded}: protected again")
             self._lost_at = None
         with self._progressed:
             self._progressed.notify_all()
+
+    def _heard_base(self, step: int) -> None:
+        """The shadow has written a base into the run's folder."""
+        self.base_step = max(self.base_step, step)
+        self._todo.put("retain")
 
     def _lost(self, e: Exception) -> None:
         """The connection is gone: is the shadow?"""

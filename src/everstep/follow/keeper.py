@@ -100,6 +100,9 @@ class Keeper:
             self._asked = step
             self._todo.put("compact")
 
+    def written(self, step: int) -> None:
+        """The frame of this step is in the log, though perhaps no base before it is. Writer thread, every step."""
+
     def base_done(self, step: int, log_bytes: int) -> None:
         """A base of this step exists."""
         self.base_step = max(self.base_step, step)

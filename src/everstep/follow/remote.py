@@ -23,14 +23,14 @@ from everstep.follow.shadow import MEMORY, Shadow
 from everstep.format import records
 from everstep.format.segment import parse_name
 from everstep.link import addresses, sockets
-from everstep.link.messages import Bytes, Document, Hello, Message
+from everstep.link.messages import Bytes, Document, Hello, Message, Trouble
 from everstep.link.sockets import Channel
 from everstep.store import files, retention, shared
 from everstep.store.retention import Retention
 from everstep.store.runs import RunPath
 from everstep.store.segments import FrameEntry, StoredFrame
 
-BASE = "base"
+_ASK_S = 10.0
 _MAX_DOCUMENT_BYTES = 64 << 20
 _MAX_PART_BYTES = 64 << 20
 _DOCUMENTS = re.compile(
@@ -52,7 +52,10 @@ class Inbox:
         self._generation = 0
         self._name = ""
         self._file: shared.MappedAppender | None = None
-        self._got = 0
+        self._got = self._good = 0
+        """Bytes of it received; and of these, the bytes of frames that are right."""
+        self._asked_again = False
+        self._is_new = False
         self._base: dict[str, int] = {}
         self._last_steps: dict[str, int] = {}
         self._lock = threading.Lock()
@@ -66,6 +69,7 @@ class Inbox:
             self._timeline, self._generation = hello.timeline, hello.generation
             if self._file is None:
                 return "", 0
+            self._asked_again = False
             self._file.truncate(self._got)  # what was under way when the connection was cut
             return f"{MEMORY}/{self._name}", self._got
 
@@ -73,7 +77,7 @@ class Inbox:
         """Of a dead generation nothing more will come; what was not folded is of no use."""
         if self._file is not None:
             self._file.close()
-        self._file, self._name, self._got = None, "", 0
+        self._file, self._name, self._got, self._good, self._asked_again = None, "", 0, 0, False
         for place in self._places.values():
             place.release(lambda path: False)
         mine = {path for place in self._places.values() for path in place.paths()}
@@ -95,12 +99,17 @@ class Inbox:
             return self._log_memory(message, num_bytes)
 
     def _log_memory(self, message: Bytes, num_bytes: int) -> memoryview | None:
+        """Only what comes next in the log is written; what is there already is not touched again."""
         place, _, name = message.segment.partition("/")
         parsed = parse_name(name)
         if place != MEMORY or parsed is None or parsed[0] != self._generation:
             return None
+        self._is_new = False
         memory = self._place()
-        if self._name != name:
+        if self._asked_again:
+            if name != self._name or message.offset != self._got:
+                return memoryview(bytearray(num_bytes))  # sent before the other end heard of the damage: it comes again
+        elif name != self._name:
             if message.offset or memory.num_bytes() + num_bytes > self._max_bytes:
                 return None
             if self._file is not None:
@@ -108,10 +117,13 @@ class Inbox:
             path = os.path.join(memory.folder, name)
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)  # of a shadow before this one
-            self._file, self._name, self._got = memory.create(path), name, 0
-        assert self._file is not None
-        if message.offset > self._got or message.offset + num_bytes > self._max_bytes:
+            self._file, self._name, self._got, self._good = memory.create(path), name, 0, 0
+        elif message.offset < self._got:
+            return memoryview(bytearray(num_bytes))  # said twice
+        if message.offset != self._got or message.offset + num_bytes > self._max_bytes:
             return None
+        assert self._file is not None
+        self._is_new = True
         self._file.truncate(message.offset)
         return memoryview(self._file.reserve(num_bytes))
 
@@ -129,7 +141,10 @@ class Inbox:
             self._base_part(message, payload)
             return
         with self._lock:
-            self._got = message.offset + len(payload)
+            # Room may have been made for it before a frame ahead of it was found to be damaged.
+            if self._is_new and message.segment == f"{MEMORY}/{self._name}" and message.offset == self._got:
+                self._got += len(payload)
+                self._asked_again = False
 
     def _document(self, name: str, data: bytes) -> None:
         path = os.path.join(self._path.path, name)
@@ -163,31 +178,45 @@ class Inbox:
             f.write(payload)
         self._base[found[3]] = message.offset + len(payload)
 
-    def problem(self, entry: FrameEntry) -> str:
+    def problem(self, entry: FrameEntry) -> str | None:
         with self._lock:
-            if os.path.basename(entry.path) != self._name or entry.end_offset > self._got:
-                return "it has not arrived"
+            if self._asked_again:
+                return None
+            if os.path.basename(entry.path) != self._name:
+                return None if entry.path in self._last_steps else "it has not arrived"
+            if entry.end_offset <= self._good:
+                return ""
+            if entry.end_offset > self._got:
+                return self._again("it has not arrived")
+            parsed = parse_name(self._name)
+            assert parsed is not None
+            try:
+                seed = records.seed_of(bytes.fromhex(self._run), parsed[0], 0, parsed[1])
+                StoredFrame(entry, shared.MappedReader(entry.path), seed).check_payloads()
+            except (CorruptionError, OSError, ValueError) as e:
+                return self._again(str(e))
+            self._good = entry.end_offset
             self._last_steps[entry.path] = entry.step
-        parsed = parse_name(os.path.basename(entry.path))
-        assert parsed is not None
-        try:
-            reader = shared.MappedReader(entry.path)
-            seed = records.seed_of(bytes.fromhex(self._run), parsed[0], 0, parsed[1])
-            StoredFrame(entry, reader, seed).check_payloads()
-        except (CorruptionError, OSError, ValueError) as e:
-            with self._lock:
-                self._got = min(self._got, entry.offset)
-            return str(e)
-        return ""
+            return ""
+
+    def _again(self, why: str) -> str:
+        """From the last good frame on."""
+        self._asked_again = True
+        self._got = self._good
+        return why
+
+    @property
+    def good(self) -> tuple[str, int]:
+        """The segment that is being received, and up to where all is right."""
+        return f"{MEMORY}/{self._name}", self._good
 
     def release(self, folded: int) -> None:
         """The shadow has folded so far: memory of older segments is used again."""
         with self._lock:
             place = self._places.get(self._timeline)
             if place is not None:
-                place.release(lambda path: self._last_steps.get(path, 1 << 62) > folded)
-            for path in [p for p, last in self._last_steps.items() if last <= folded]:
-                del self._last_steps[path]
+                for path in place.release(lambda path: self._last_steps.get(path, 1 << 62) > folded):
+                    self._last_steps.pop(path, None)
 
     def close(self) -> None:
         with self._lock:
@@ -273,20 +302,26 @@ class Host:
                 except EverstepError as e:
                     sockets.refuse(channel, handshake, str(e))
                     return
+                if hosted is None:
+                    sockets.admit(channel, handshake)
+                    channel.receive(_ASK_S)
+                    channel.send(Trouble(f"this shadow knows nothing of run {handshake.hello.run}"), timeout=_ASK_S)
+                    return
                 inboxes.append(hosted.inbox)
                 hosted.server.serve(channel, handshake)
         except (EverstepError, OSError) as e:
             self._say(f"a connection ended: {e}")
 
-    def _hosted(self, hello: Hello) -> _Hosted:
+    def _hosted(self, hello: Hello) -> _Hosted | None:
+        """The run's shadow; a trainer gets a new one where there is none."""
         if not re.fullmatch(r"[0-9a-f]{32}", hello.run):
             raise LinkError(f"{hello.run!r} is no run id")
         with self._lock:
             found = self._runs.get(hello.run)
             if found is None or not found.thread.is_alive():
                 path = RunPath(os.path.join(self._folder, hello.run))
-                if hello.purpose != "train" and not os.path.isdir(path.path):
-                    raise LinkError(f"this shadow knows nothing of run {hello.run}")
+                if hello.purpose != "train":
+                    return None
                 found = self._runs[hello.run] = _Hosted(
                     path, hello.run, interval=self._interval, max_bytes=self._max_bytes, idle_s=self._idle_s,
                     say=lambda text: self._say(f"{hello.run[:8]} {text}"),

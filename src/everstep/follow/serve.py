@@ -72,8 +72,13 @@ class Receiver(Protocol):
         """A connection begins: the segment that was received last, and up to where."""
         ...
 
-    def problem(self, entry: FrameEntry) -> str:
-        """What is wrong with a frame as it arrived; empty if nothing is."""
+    def problem(self, entry: FrameEntry) -> str | None:
+        """What is wrong with a frame as it arrived; empty if nothing is; None if it will come again anyway."""
+        ...
+
+    @property
+    def good(self) -> tuple[str, int]:
+        """Segment and offset up to which everything arrived as it was written."""
         ...
 
     def take(self, message: LogBytes | Document, payload: memoryview | None) -> None:
@@ -163,7 +168,8 @@ class Server:
             if self._receiver is not None:
                 wrong = self._receiver.problem(entry)
                 if wrong:
-                    channel.send(Resend(message.segment, message.offset, wrong), timeout=_TELL_S)
+                    channel.send(Resend(*self._receiver.good, wrong), timeout=_TELL_S)
+                if wrong != "":
                     return
             shadow.frame(entry, message.watermark)
         elif self._receiver is not None and isinstance(message, (LogBytes, Document)):

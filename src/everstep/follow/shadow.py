@@ -81,6 +81,8 @@ class Shadow:
         self._work = threading.Condition()
         self._jobs: deque[Callable[[], None]] = deque()
         self._entries: dict[int, FrameEntry] = {}
+        self._early: dict[int, FrameEntry] = {}
+        """Frames of a generation that this thread has not gone on to yet."""
         self._held: Held | None = None
         self._home = Home(folder)
         self._fingerprint: dict[str, Any] = {}
@@ -111,8 +113,10 @@ class Shadow:
         """A frame is complete in the log."""
         with self._work:
             held = self._held
-            is_new = held is None or held.step is None or entry.step > held.step or entry.generation > self.generation
-            if entry.generation >= self.generation and is_new:
+            if entry.generation > self.generation:
+                self._early[entry.step] = entry
+                return
+            if entry.generation == self.generation and (held is None or held.step is None or entry.step > held.step):
                 self._entries[entry.step] = entry
             self.progress.received = max(self.progress.received, entry.step)
             self.watermark = max(self.watermark, watermark)
@@ -201,8 +205,7 @@ class Shadow:
         held = self._held
         if held is None or held.step is None or self._handed_out or held.step >= self.watermark:
             return False
-        entry = self._entries.get(held.step + 1)
-        return entry is not None and entry.generation <= self.generation
+        return held.step + 1 in self._entries
 
     def _fold_all(self) -> None:
         while self._can_fold():
@@ -214,7 +217,7 @@ class Shadow:
         entries: list[FrameEntry] = []
         while len(entries) < at_most and held.step + len(entries) < self.watermark:
             entry = self._entries.get(held.step + len(entries) + 1)
-            if entry is None or entry.generation > self.generation:
+            if entry is None:
                 break
             entries.append(entry)
         frames = [StoredFrame(e, self._reader(e), self._seed(e)) for e in entries]
@@ -347,10 +350,11 @@ class Shadow:
                 self._from_base()
             return
         with self._work:
-            self._entries = {n: e for n, e in self._entries.items() if e.generation >= generation}
-        self.timeline, self.generation = timeline, generation
+            self.timeline, self.generation = timeline, generation
+            self._entries = {n: e for n, e in self._early.items() if e.generation == generation}
+            self._early = {}
+            self.progress.received = self.watermark = max([step, *self._entries])
         self._fingerprint = {}
-        self.progress.received = self.watermark = max([step, *self._entries])
         self._drop_readers(lambda path: True)
         if held is not None and held.step == step:
             held.go_on(timeline, generation)
@@ -398,10 +402,11 @@ class Shadow:
         self.tell("progress", self.progress)
 
     def _read_the_rest(self) -> None:
-        """Frames that were finished but not announced."""
+        """Frames that a trainer which is gone had finished but not announced."""
         held = self._held
-        if held is None or held.step is None:
+        if held is None or held.step is None or self.attached:
             return
+        found = dict(self._entries)
         folder = shared.log_folder(self.folder, self.timeline)
         for place in (folder, self.path.log(self.timeline)):
             for name in files.listing(place):
@@ -411,12 +416,14 @@ class Shadow:
                 segment = Segment(os.path.join(place, name), self._run, 0, *parsed, in_memory=place == folder).scan()
                 for entry in segment.frames:
                     if entry.step > held.step:
-                        self._entries.setdefault(entry.step, entry)
+                        found.setdefault(entry.step, entry)
         n = held.step
-        while n + 1 in self._entries and self._is_whole(self._entries[n + 1]):
+        while n + 1 in found and self._is_whole(found[n + 1]):
             n += 1
         with self._work:
-            self._entries = {s: e for s, e in self._entries.items() if s <= n}
+            if self.attached:
+                return  # it is back, and says everything again
+            self._entries = {s: e for s, e in found.items() if s <= n}
             self.progress.received = self.watermark = n
 
     def _is_whole(self, entry: FrameEntry) -> bool:

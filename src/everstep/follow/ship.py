@@ -30,6 +30,8 @@ class RemoteKeeper(ShadowKeeper):
         self._sent: tuple[str, int] = ("", 0)
         """Segment and offset up to which the shadow has the log."""
         self._layouts_at = 0
+        self._base_sent = -1
+        """The base that the shadow was sent last: if it asks again, that one was of no use to it."""
         self.sent_bytes = 0
         super().__init__(*args, **named)
 
@@ -96,7 +98,8 @@ class RemoteKeeper(ShadowKeeper):
             with self._guard:
                 entries = [self._entries[n] for n in sorted(self._entries)]
             for entry in entries:
-                if os.path.basename(entry.path) >= os.path.basename(message.segment):
+                same = os.path.basename(entry.path) == os.path.basename(message.segment)
+                if not same or entry.end_offset > message.offset:
                     self._announce(channel, entry)
             return
         base = self.base_step
@@ -106,11 +109,15 @@ class RemoteKeeper(ShadowKeeper):
                 f"{self._path.path}: the shadow at {self._address} has lost what it held. Training goes on; until it has a "
                 f"new base, a failure of this process would lead back to step {base}"
             )
-        if base >= self._released:
+        if base >= self._released and base != self._base_sent:
+            self._base_sent = base
             with contextlib.suppress(FileNotFoundError, StorageError):
                 self._send_base(channel, base)
                 return
         super()._heard_resend(message)
+
+    def _heard_base(self, step: int) -> None:
+        """The shadow has written a base, on its own host."""
 
     def _lost(self, e: Exception) -> None:
         """The connection is gone. What has not arrived stays here, in memory or on disk, until it is back."""

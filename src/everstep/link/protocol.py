@@ -85,6 +85,9 @@ class Connection:
         """Whose payload is being received."""
         self._payload = memoryview(b"")
         self._filled = 0
+        self.has_more = False
+        """A message with a payload has been read behind those that were delivered last: call `received(0)` when they have
+        been dealt with. (Where a payload belongs may depend on them, so its memory is asked for only then.)"""
         self.handshake_meta = b""
         """The meta, as received, of the last message of the handshake: proofs are made over these bytes."""
 
@@ -109,8 +112,10 @@ class Connection:
         raise LinkError(why)
 
     def get_buffer(self) -> memoryview:
-        """Where the next received bytes belong, never empty. Valid until the next call of `received`."""
+        """Where the next received bytes belong, never empty. Valid until the next call of `received`. Not if `has_more`."""
         self._check_alive()
+        if self.has_more:
+            self.fail("received(0) was not called though there was more")
         if self._message is not None:
             return self._payload[self._filled :]
         return self._buffer[self._end : self._limit()]
@@ -142,11 +147,12 @@ class Connection:
             done.append(self._take())
         else:
             self._end += n
-        while (message := self._next()) is not None:
+        self.has_more = False
+        while (message := self._next(bool(done))) is not None:
             done.append(message)
 
-    def _next(self) -> Received | None:
-        """The next message of the buffer; None if it is not complete."""
+    def _next(self, others: bool) -> Received | None:
+        """The next message of the buffer; None if it is not complete, or must wait until `others` have been delivered."""
         have = self._end - self._begin
         if have < HEADER_BYTES:
             self._make_room(HEADER_BYTES)
@@ -162,6 +168,9 @@ class Connection:
             self.fail("a message whose checksum is wrong")
         message = messages.unpack(meta)
         self._check_allowed(message, payload_bytes)
+        if payload_bytes and others:
+            self.has_more = True
+            return None
         if not self._opened:
             self.handshake_meta = bytes(meta)
         self._begin = start + meta_bytes

@@ -47,11 +47,13 @@ class Channel:
         self.received_bytes = 0
 
     def fileno(self) -> int:
-        """For poll; -1 when closed. Over TLS, ask `has_pending` first."""
+        """For poll; -1 when closed. Ask `has_pending` first."""
         return self._sock.fileno()
 
     def has_pending(self) -> bool:
-        """Whether TLS holds bytes that poll does not see: then `receive(0)` before waiting."""
+        """Whether there are messages, or bytes held by TLS, that poll does not see: then `receive(0)` before waiting."""
+        if self.connection.has_more:
+            return True
         if self._tls is None or self._tls.fileno() < 0:
             return False
         with self._tls_call:
@@ -82,7 +84,7 @@ class Channel:
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._in_use():
-            done: list[Received] = []
+            done = self.connection.received(0) if self.connection.has_more else []
             while not done:
                 n = self._receive_some(deadline)
                 if n is None:

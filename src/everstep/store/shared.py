@@ -92,6 +92,7 @@ class MappedAppender:
         self.path = file.path
         self._file = file
         self._done = done
+        self._is_done = False
         self.offset = 0
 
     def reserve(self, num_bytes: int) -> Bytes:
@@ -126,10 +127,13 @@ class MappedAppender:
         self.offset = offset
 
     def close(self, *, sync: bool = True) -> None:
-        self._done(self._file)
+        self.abandon()
 
     def abandon(self) -> None:
-        self._done(self._file)
+        """Nothing more will be written."""
+        if not self._is_done:
+            self._is_done = True
+            self._done(self._file)
 
 
 class MemoryPlace:
@@ -166,20 +170,18 @@ class MemoryPlace:
 
     def sync_folder(self) -> None: ...
 
-    def release(self, needed: Callable[[str], bool]) -> None:
-        """Take back full segments unless their names are still needed."""
-        kept = []
-        for file in self._full:
-            if needed(file.path):
-                kept.append(file)
-            else:
-                self._free.append(file)
-        self._full = kept
+    def release(self, needed: Callable[[str], bool]) -> list[str]:
+        """Take back full segments unless they are still needed; their names."""
+        given_back = [file for file in self._full if not needed(file.path)]
+        paths = [file.path for file in given_back]
+        self._full[:] = [file for file in self._full if file not in given_back]
+        self._free += given_back
         while len(self._free) > 2:
             file = self._free.pop(0)
             with contextlib.suppress(OSError):
                 os.unlink(file.path)
             file.close()
+        return paths
 
     def paths(self) -> list[str]:
         """Of the files that are here, full or given back."""
@@ -196,7 +198,7 @@ class MemoryPlace:
                 os.unlink(file.path)
         for file in (*self._free, *self._full):
             file.close()
-        self._free, self._full = [], []
+        self._free, self._full[:] = [], []
 
 
 class MappedReader:

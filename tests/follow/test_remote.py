@@ -1,0 +1,369 @@
+"""A shadow on another host: the same bytes there, whatever the network does; and nobody in without the token."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import everstep
+from everstep.errors import LinkError, LinkRefused, UnprotectedWarning, UsageError
+from everstep.follow import recover, remote
+from everstep.follow.remote import Host
+from everstep.link import addresses, sockets
+from everstep.link.messages import Bytes, Document, Hello
+from everstep.link.sockets import Channel
+from everstep.restore.apply import public_state
+from everstep.store.runs import RunPath
+from support import crash, equal
+
+
+@pytest.fixture
+def shm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="es-", dir="/dev/shm") as folder:
+        monkeypatch.setenv("EVERSTEP_SHARED", folder)
+        yield Path(folder)
+
+
+class Remote:
+    """A host of shadows in this process, behind a real socket."""
+
+    def __init__(self, folder: Path, token: bytes | None = None, port: int = 0, **options: Any) -> None:
+        settings = {"interval": 1000, "max_bytes": 1 << 30, "idle_s": 100.0, **options}
+        self.said: list[str] = []
+        self.host = Host(str(folder), token=token, tls=None, say=self.said.append, **settings)
+        self.listener = addresses.listen(f"tcp://127.0.0.1:{port}")
+        self.port: int = self.listener.getsockname()[1]
+        self.thread = threading.Thread(target=self.host.accept, args=(self.listener,))
+        self.thread.start()
+
+    @property
+    def address(self) -> str:
+        return f"tcp://127.0.0.1:{self.port}"
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self.listener.shutdown(socket.SHUT_RDWR)
+        self.listener.close()
+        self.thread.join()
+        self.host.close()
+
+
+@pytest.fixture
+def remotes(tmp_path: Path, shm: Path) -> Iterator[Callable[..., Remote]]:
+    made: list[Remote] = []
+
+    def make(**options: Any) -> Remote:
+        made.append(Remote(tmp_path / "shadows", **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+class Proxy:
+    """Between a trainer and its shadow: passes bytes on, and does to them what `meddle` says."""
+
+    def __init__(self, port: int, meddle: Callable[[bytes, int], bytes | None]) -> None:
+        self._target = port
+        self._meddle = meddle
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.connections = 0
+        self._sockets: list[socket.socket] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                self.connections += 1
+                server = socket.create_connection(("127.0.0.1", self._target))
+                self._sockets += [client, server]
+                threading.Thread(target=self._pump, args=(client, server, self._meddle), daemon=True).start()
+                threading.Thread(target=self._pump, args=(server, client, None), daemon=True).start()
+
+    def _pump(
+        self, source: socket.socket, target: socket.socket, meddle: Callable[[bytes, int], bytes | None] | None
+    ) -> None:
+        passed = 0
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                told = meddle(data, passed) if meddle is not None else data
+                passed += len(data)
+                if told is None:
+                    break
+                target.sendall(told)
+        for each in (source, target):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        for each in (self._listener, *self._sockets):
+            each.close()
+
+
+class Training:
+    def __init__(self, width: int = 96) -> None:
+        torch.manual_seed(3)
+        self.model = nn.Sequential(nn.Linear(32, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 32))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=True)
+
+    def step(self, n: int) -> None:
+        x = torch.randn(8, 32, generator=torch.Generator().manual_seed(n))
+        (self.model(x) - x).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def attach(self, path: Path, address: str, **options: Any) -> everstep.Run:
+        settings = {"mode": "shadow", "shadow": address, "quiet": True, "base_interval": 1000, **options}
+        return everstep.attach(self.model, self.optimizer, path, **settings)
+
+    def train(self, run: everstep.Run, until: int) -> None:
+        while run.step < until:
+            self.step(run.step + 1)
+            run.commit()
+
+
+def wait_until(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def held(run: everstep.Run, address: str, **options: Any) -> dict[str, Any]:
+    """What the shadow holds when it has everything."""
+    run.flush()
+    wait_until(lambda: run.stats()["folded_step"] == run.step)
+    offer = recover.find_at(address, RunPath(run.path), run._document.run, **options)
+    assert offer is not None and offer.step == run.step
+    try:
+        return public_state(offer.fetch(), {})
+    finally:
+        offer.release()
+
+
+def live(training: Training, run: everstep.Run) -> dict[str, Any]:
+    run.flush()
+    return {
+        "model": {k: v.clone() for k, v in training.model.state_dict().items()},
+        "optimizer": [
+            {k: v.clone() for k, v in training.optimizer.state[p].items()} for p in training.model.parameters()
+        ],
+    }
+
+
+def must_hold(found: dict[str, Any], training: Training, run: everstep.Run) -> None:
+    expected = live(training, run)
+    names = [n for n, _ in training.model.named_parameters()]
+    assert not equal({k: found["model"][k] for k in expected["model"]}, expected["model"])
+    state = [{k: found["optimizer"]["state"][n][k] for k in e} for n, e in zip(names, expected["optimizer"], strict=True)]
+    assert not equal(state, expected["optimizer"])
+
+
+def test_it_holds_what_the_trainer_has_and_gives_it_back(remotes: Callable[..., Remote], tmp_path: Path) -> None:
+    shadow = remotes()
+    first = Training()
+    run = first.attach(tmp_path / "run", shadow.address)
+    assert run.resume() == 0
+    first.train(run, 120)
+    must_hold(held(run, shadow.address), first, run)
+    crash(run)
+    second = Training()
+    again = second.attach(tmp_path / "run", shadow.address)
+    assert again.resume() == 120
+    assert again.stats()["resumed_from"] == "shadow"
+    assert not equal(dict(second.model.state_dict()), dict(first.model.state_dict()))
+    second.train(again, 140)
+    plain = Training()
+    for n in range(1, 141):
+        plain.step(n)
+    assert not equal(dict(second.model.state_dict()), dict(plain.model.state_dict()))
+    must_hold(held(again, shadow.address), second, again)
+    again.close()
+
+
+def test_a_base_there_leads_to_the_same_state_after_it_was_started_again(
+    remotes: Callable[..., Remote], tmp_path: Path
+) -> None:
+    shadow = remotes(interval=10)
+    training = Training()
+    run = training.attach(tmp_path / "run", shadow.address)
+    run.resume()
+    training.train(run, 35)
+    must_hold(held(run, shadow.address), training, run)
+    crash(run)
+    shadow.close()  # leaves a base at step 35
+    remotes(port=shadow.port)
+    second = Training()
+    again = second.attach(tmp_path / "run", shadow.address)
+    again.resume()
+    assert again.step <= 35
+    second.train(again, 50)
+    must_hold(held(again, shadow.address), second, again)
+    again.close()
+
+
+def test_cut_connections_lose_nothing(remotes: Callable[..., Remote], tmp_path: Path) -> None:
+    shadow = remotes()
+    lot = random.Random(5)
+    cuts = [lot.randrange(2_000, 400_000) for _ in range(12)]
+
+    def meddle(data: bytes, passed: int) -> bytes | None:
+        if cuts and passed + len(data) > cuts[0]:
+            at = cuts.pop(0) - passed
+            return data[: max(at, 0)] and None
+        return data
+
+    proxy = Proxy(shadow.port, meddle)
+    training = Training()
+    run = training.attach(tmp_path / "run", proxy.address)
+    run.resume()
+    while cuts or run.step < 60:
+        training.train(run, run.step + 5)
+        run.flush()
+        time.sleep(0.05)
+        assert run.step < 3000
+    must_hold(held(run, proxy.address), training, run)
+    assert proxy.connections > 12
+    assert not training.model[0].weight.isnan().any()
+    run.close()
+    proxy.close()
+
+
+def test_bytes_that_change_on_the_way_are_noticed_and_sent_again(remotes: Callable[..., Remote], tmp_path: Path) -> None:
+    shadow = remotes()
+    lot = random.Random(7)
+    damaged = 0
+
+    def meddle(data: bytes, passed: int) -> bytes | None:
+        nonlocal damaged
+        if passed > 5_000 and damaged < 15 and len(data) > 1000 and lot.random() < 0.2:
+            damaged += 1
+            at = lot.randrange(len(data))
+            return data[:at] + bytes([data[at] ^ (1 << lot.randrange(8))]) + data[at + 1 :]
+        return data
+
+    proxy = Proxy(shadow.port, meddle)
+    training = Training()
+    run = training.attach(tmp_path / "run", proxy.address)
+    run.resume()
+    while damaged < 15 or run.step < 60:
+        training.train(run, run.step + 5)
+        run.flush()
+        time.sleep(0.02)
+        assert run.step < 3000
+    deadline = time.monotonic() + 30
+    while run.stats()["folded_step"] < run.step - 2:  # a base that was damaged is replaced at a later commit
+        assert time.monotonic() < deadline
+        training.train(run, run.step + 1)
+        time.sleep(0.01)
+    must_hold(held(run, proxy.address), training, run)
+    run.close()
+    proxy.close()
+
+
+def test_a_shadow_that_lost_everything_gets_a_new_base_and_says_that_there_was_a_gap(
+    tmp_path: Path, shm: Path
+) -> None:
+    first = Remote(tmp_path / "one")
+    training = Training()
+    run = training.attach(tmp_path / "run", first.address)
+    run.resume()
+    training.train(run, 20)
+    must_hold(held(run, first.address), training, run)
+    port = first.port
+    first.close()
+    for hosted in first.host._runs.values():
+        if hosted.server._trainer is not None:
+            hosted.server._trainer.close()
+    second = Remote(tmp_path / "two", port=port)  # another disk: it knows nothing
+    try:
+        with pytest.warns(UnprotectedWarning, match="has lost what it held"):
+            deadline = time.monotonic() + 30
+            while run.stats()["folded_step"] < 25 and time.monotonic() < deadline:
+                training.train(run, run.step + 1)
+                time.sleep(0.02)
+        must_hold(held(run, second.address), training, run)
+        wait_until(lambda: run.stats()["unprotected_since"] is None)
+        run.close()
+    finally:
+        second.close()
+
+
+def test_without_the_token_nobody_is_let_in(remotes: Callable[..., Remote], tmp_path: Path) -> None:
+    shadow = remotes(token=b"a token of some length")
+    training = Training()
+    run = training.attach(tmp_path / "run", shadow.address, shadow_token="a token of some length")
+    run.resume()
+    training.train(run, 5)
+    must_hold(held(run, shadow.address, token=b"a token of some length"), training, run)
+    path, run_id = RunPath(run.path), run._document.run
+    with pytest.raises(LinkRefused):
+        recover.find_at(shadow.address, path, run_id, token=b"another token")
+    with pytest.raises(LinkError):
+        recover.find_at(shadow.address, path, run_id)
+    run.close()
+
+
+def test_it_does_not_listen_beyond_this_machine_without_a_token(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="token"):
+        remote.main(
+            "0.0.0.0:0", str(tmp_path), token=None, certfile=None, keyfile=None, interval=1, max_bytes=1, idle_s=1.0
+        )
+    assert not os.listdir(tmp_path)
+
+
+def test_names_that_lead_elsewhere_and_sizes_out_of_bounds_are_refused(
+    remotes: Callable[..., Remote], tmp_path: Path, shm: Path
+) -> None:
+    shadow = remotes(max_bytes=1 << 20)
+    attempts: list[tuple[Any, int]] = [
+        (Document("run.json/x"), 10),
+        (Document("timelines/0001/log/rank-00000/g000001-000000000001.frames"), 10),
+        (Document("lock"), 10),
+        (Bytes("memory/other.frames", 0), 10),
+        (Bytes("disk/g000001-000000000001.frames", 0), 10),
+        (Bytes("memory/g000002-000000000001.frames", 0), 10),  # of another generation
+        (Bytes("memory/g000001-000000000001.frames", 4096), 10),  # a hole
+        (Bytes("memory/g000001-000000000001.frames", 0), 2 << 20),  # beyond what may wait in memory
+        (Bytes("base/0001/000000000005/../../x", 0), 10),
+    ]
+    for message, size in attempts:
+        with contextlib.ExitStack() as stack:
+            channel = stack.enter_context(Channel(addresses.connect(shadow.address), lambda m, n: None))
+            sockets.introduce(channel, Hello(1, "ab" * 16, "somewhere", 1, 1, 0, "train", {}))
+            with pytest.raises(LinkError):
+                channel.send(message, bytes(size))
+                channel.receive(10.0)
+                raise AssertionError(f"{message} was taken")
+        wait_until(lambda: all(h.server._trainer is None for h in shadow.host._runs.values()))
+    assert sum(f.stat().st_size for f in shm.rglob("*") if f.is_file()) <= 1 << 20
+
+
+def test_a_second_trainer_and_an_older_generation_are_refused(remotes: Callable[..., Remote], tmp_path: Path) -> None:
+    shadow = remotes()
+    training = Training()
+    run = training.attach(tmp_path / "run", shadow.address)
+    run.resume()
+    training.train(run, 3)
+    must_hold(held(run, shadow.address), training, run)
+    for generation in (0, 1):
+        with Channel(addresses.connect(shadow.address), lambda m, n: None) as channel, pytest.raises(LinkRefused):
+            sockets.introduce(channel, Hello(1, run._document.run, run.path, 1, generation, 0, "train", {}))
+    training.train(run, 6)
+    must_hold(held(run, shadow.address), training, run)
+    run.close()
