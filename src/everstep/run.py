@@ -191,6 +191,8 @@ class Run:
         self._rebase = False
         self._proven = True
         self._source = ""
+        self._dismiss_later = False
+        """A shadow has what is on no disk yet, and is not needed when it is."""
         self._torn = False
         self._last_cursor: dict[str, Any] = {}
         self._restore_s = 0.0
@@ -434,6 +436,7 @@ class Run:
                 "on under another path by everstep.open(run).restore(...)"
             )
         self._apply(restored, cursor)
+        self._dismiss_later = offer is not None and self._mode != "shadow"
         fork = offer is None and asked != "latest" and not _is_newest(line, at)
         timeline = line.timelines[0]
         if fork:
@@ -447,7 +450,7 @@ class Run:
         self._proven = restored.proven
         self._source = "disk" if offer is None else "shadow"
         self._last_cursor = {**cursor, "rng": rng.capture()}
-        if fork or _computes_differently(restored.fingerprint):
+        if fork or self._dismiss_later or _computes_differently(restored.fingerprint):
             self._take_base()
         else:
             self._base_ready = True
@@ -543,7 +546,8 @@ class Run:
                 self._path, timeline, generation, step, options.retention, options.base_interval,
                 follower=options.follower, optimizers=self._optimizers, say=self._say,
             )  # fmt: skip
-            recover.dismiss(self._path, self._document.run, generation)
+            if not self._dismiss_later:
+                recover.dismiss(self._path, self._document.run, generation)
             return
         settings: dict[str, Any] = {
             "run": self._document.run, "log": self._log, "memory": memory, "disk": disk, "optimizers": self._optimizers,
@@ -655,6 +659,9 @@ class Run:
             self._durable = max(self._durable, snapshot.step, capture.offload.synced_step)
             files.note(f"durable {self._durable}")
         self._keeper.base_done(snapshot.step, self._log.bytes_written)
+        if self._dismiss_later:
+            self._dismiss_later = False
+            recover.dismiss(self._path, self._document.run, capture.generation)
 
     def _may_finish_base(self, step: int) -> bool:
         """In the base thread: the first base (also after a failure) stands alone, later ones on the log before them."""

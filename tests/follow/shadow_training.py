@@ -101,6 +101,8 @@ class Forked:
     def __init__(self, command: list[str], *, stdout: Any, env: dict[str, str], **rest: Any) -> None:
         assert command[1:3] == ["-m", "everstep.follow.serve"] and rest["start_new_session"]
         self.returncode: int | None = None
+        while os.path.exists(os.environ["HOLD"]):
+            time.sleep(0.005)
         self.pid = ask(os.environ["WARM"], {"shadow": command[3:], "output": stdout.name, "environment": env})
 
     def poll(self) -> int | None:
@@ -168,6 +170,10 @@ def be_warm(address: str) -> None:
     """Fork for whoever asks, until stdin ends. Children that end are buried at once."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     os.environ["WARM"] = address
+    for optimizer in build("gan", "adamw-fused", 1).optimizers.values():  # torch imports half of itself at the first step
+        for p in optimizer.param_groups[0]["params"]:
+            p.grad = torch.zeros_like(p)
+        optimizer.step()
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
         listener.listen(32)
@@ -244,6 +250,11 @@ class Program:
     def run(self) -> Path:
         return self.folder / "run"
 
+    @property
+    def hold(self) -> Path:
+        """While this file is there, no shadow starts."""
+        return self.folder / "hold"
+
     def order(self, until: int, then: str = "wait") -> None:
         """Train to so many batches, then `wait` for other orders, `close` the run and end, or `save` and stay."""
         (self.folder / "orders.new").write_text(json.dumps([until, then]))
@@ -255,7 +266,7 @@ class Program:
         order = {
             "folder": str(self.folder), "case": self.case, "attach": {**self.attach, **attach}, "pause_s": self.pause_s,
             "output": str(self.folder / "output"), "resume": resume, "seed": SEED + 17 * self.starts,
-            "environment": {k: v for k, v in os.environ.items() if k.startswith("EVERSTEP")},
+            "environment": {**{k: v for k, v in os.environ.items() if k.startswith("EVERSTEP")}, "HOLD": str(self.hold)},
         }  # fmt: skip
         self.starts += 1
         self.pid = self.launcher.start(order)

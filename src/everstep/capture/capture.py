@@ -90,6 +90,10 @@ class Capture:
         self._last_audit: Audit | None = None
 
     @property
+    def generation(self) -> int:
+        return self._destination.generation
+
+    @property
     def layout(self) -> Layout:
         return self._inventory.layout
 

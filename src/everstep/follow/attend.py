@@ -89,7 +89,7 @@ class ShadowKeeper(Keeper):
         self._warning = ""
         self._spilled = False
         self.spilled_steps = 0
-        self._stopping = False
+        self._stopping = self._hurries = False
         self._frame_bytes = 0
         self._attendant: threading.Thread | None = None
         if self.unfit:
@@ -127,7 +127,7 @@ class ShadowKeeper(Keeper):
         if not self._spilled and (lag > limit or scarce):
             if self._on_lag == "wait" and not scarce and self.folded >= 0:
                 with self._progressed:
-                    while self._memory.num_bytes() > limit and self.folded >= 0 and not self._stopping:
+                    while self._memory.num_bytes() > limit and self.folded >= 0 and not self._hurries:
                         self._progressed.wait(0.1)
                         self._release()
                 return
@@ -197,13 +197,14 @@ class ShadowKeeper(Keeper):
 
     def let_go(self) -> None:
         """Nothing waits for the shadow from here on."""
-        self._stopping = True
+        self._hurries = True
         with self._progressed:
             self._progressed.notify_all()
 
     def close(self, *, finish: bool = False) -> None:
         """Let the shadow go: with `finish` it ends, else it stays for whoever comes next."""
         self._finish = finish
+        self._stopping = True
         self.let_go()
         if self._attendant is not None:
             self._wake()
