@@ -1,8 +1,8 @@
 """Training programs with a shadow that tests kill, stop and lead: trainers forked from one warm process, and their journals.
 
 As a program (`python shadow_training.py SOCKET`) it is the warm process: it has torch imported and no threads, and forks a
-trainer or a shadow for each line of JSON that comes over its socket. So these are real processes, of which the first is not a
-relative of the second, and they start in a few milliseconds. (Shadows of runs in the test's own process start as they always do.)
+trainer or a shadow for each line of JSON that comes over its socket. So these are real processes, strangers to each other,
+and they start in a few milliseconds. (Shadows of runs in the test's own process start as they always do.)
 """
 
 from __future__ import annotations
@@ -26,10 +26,8 @@ from typing import Any
 
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-TESTS = Path(__file__).resolve().parent.parent
-for folder in (TESTS, TESTS / "exactness"):
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "exactness"))
 
 import torch
 from harness import SEED, everything, hand_batch
@@ -183,9 +181,10 @@ def be_warm(address: str) -> None:
             if sys.stdin in readable:
                 return
             client, _ = listener.accept()
-            with client:
-                order = json.loads(client.makefile().readline())
-                client.sendall(b"%d\n" % fork(order, [listener, client]))
+            with client, contextlib.suppress(OSError):
+                line = client.makefile().readline()
+                if line.endswith("\n"):  # else who asked has been killed
+                    client.sendall(b"%d\n" % fork(json.loads(line), [listener, client]))
 
 
 # ------------------------------------------------------------------------------------------ in the test

@@ -101,13 +101,12 @@ class Capture:
 
     def before_update(self, tap: Tap) -> None:
         """An optimizer is about to change the state."""
-        for each in self.taps.values():
-            each.settle(force=True)
+        waited = sum(each.settle(force=True) for each in self.taps.values())
         begun = time.perf_counter()
         self._auditor.end()
         if self.snapshot is not None:
             self.snapshot.guard()
-        waited = time.perf_counter() - begun
+        waited += time.perf_counter() - begun
         self.stall_s += waited
         tap.thread_s -= waited
         if any(t.groups_changed() for t in self.taps.values()):

@@ -450,25 +450,28 @@ class Tap:
 
     # -- what becomes of gradients ------------------------------------------------------------------------------------
 
-    def settle(self, *, force: bool = False, dropped: bool = False) -> None:
-        """Open the seal of the last update if that can be done now.
+    def settle(self, *, force: bool = False, dropped: bool = False) -> float:
+        """Open the seal of the last update if that can be done now; returns the seconds that the writer was waited for.
 
-        `force`: wait for the writer if it must be; `dropped`: the gradients have just been taken off the parameters.
+        `force`: wait for it if it must be; `dropped`: the gradients have just been taken off the parameters.
         """
         held = self._held
+        waited = 0.0
         if held is None or held.seal is None or held.seal.open.is_set():
-            return
+            return waited
         if not held.suspect and held.released(dropped=dropped):
             held.seal.open.set()
             held.was_released = True
             if held.seal.read.is_set():
                 self._recorder.dispose(held.grads)  # else the writer is the last to hold them
             held.grads, held.params, held.versions, held.update = [], [], [], None
-            return
+            return waited
         held.suspect = held.suspect or (not held.attached() and held.shared())
         if force:
             self._note_late_carry(held)
+            begun = time.perf_counter()
             held.seal.read.wait()
+            waited = time.perf_counter() - begun
         if held.seal.read.is_set():
             if held.suspect or not held.untouched() or held.shared():
                 self._never_shared = False
@@ -476,6 +479,7 @@ class Tap:
                 self._clean, self._held = 0, None
                 self._deviations += 1
             held.seal.open.set()
+        return waited
 
     def _note_late_carry(self, held: _Held) -> None:
         """The next update comes and the gradients are still on their parameters: they belong to the last commit's state."""
