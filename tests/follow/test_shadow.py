@@ -488,9 +488,9 @@ def test_a_run_whose_shadows_cannot_live_goes_on_without_and_says_why(
     t = build(**case, seed=SEED)
     run = attach(t, tmp_path / "run", base_interval=20)
     run.resume()
-    with pytest.warns(UnprotectedWarning, match="(?s)going on without.*models"):
+    with pytest.warns(UnprotectedWarning, match="(?s)going on without.*models") as told:
         deadline = time.monotonic() + 60
-        while run.stats()["base_step"] <= 0 and time.monotonic() < deadline:
+        while not told.list and time.monotonic() < deadline:
             train(t, run, t.progress.batches + 1)
             time.sleep(0.05)
     last = t.progress.batches + 30
