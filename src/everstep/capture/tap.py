@@ -53,6 +53,9 @@ _use_count: Callable[[int], int] = torch._C._storage_Use_Count
 class Recorder(Protocol):
     """What a tap needs from the run."""
 
+    stall_s: float
+    """Seconds that the training thread has waited for others."""
+
     def before_update(self, tap: Tap) -> None: ...
 
     def put(self, item: Item) -> None: ...
@@ -248,11 +251,11 @@ class Tap:
         self._depth += 1
         if self._depth > 1:
             return None
-        begun = time.perf_counter()
+        begun, stalled = time.perf_counter(), self._recorder.stall_s
         try:
             return self._before_step(args, kwargs)
         finally:
-            self.thread_s += time.perf_counter() - begun
+            self.thread_s += time.perf_counter() - begun - (self._recorder.stall_s - stalled)
 
     def _post(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if os.getpid() != self._pid:
@@ -450,28 +453,27 @@ class Tap:
 
     # -- what becomes of gradients ------------------------------------------------------------------------------------
 
-    def settle(self, *, force: bool = False, dropped: bool = False) -> float:
-        """Open the seal of the last update if that can be done now; returns the seconds that the writer was waited for.
+    def settle(self, *, force: bool = False, dropped: bool = False) -> None:
+        """Open the seal of the last update if that can be done now.
 
-        `force`: wait for it if it must be; `dropped`: the gradients have just been taken off the parameters.
+        `force`: wait for the writer if it must be; `dropped`: the gradients have just been taken off the parameters.
         """
         held = self._held
-        waited = 0.0
         if held is None or held.seal is None or held.seal.open.is_set():
-            return waited
+            return
         if not held.suspect and held.released(dropped=dropped):
             held.seal.open.set()
             held.was_released = True
             if held.seal.read.is_set():
                 self._recorder.dispose(held.grads)  # else the writer is the last to hold them
             held.grads, held.params, held.versions, held.update = [], [], [], None
-            return waited
+            return
         held.suspect = held.suspect or (not held.attached() and held.shared())
         if force:
             self._note_late_carry(held)
             begun = time.perf_counter()
             held.seal.read.wait()
-            waited = time.perf_counter() - begun
+            self._recorder.stall_s += time.perf_counter() - begun
         if held.seal.read.is_set():
             if held.suspect or not held.untouched() or held.shared():
                 self._never_shared = False
@@ -479,7 +481,6 @@ class Tap:
                 self._clean, self._held = 0, None
                 self._deviations += 1
             held.seal.open.set()
-        return waited
 
     def _note_late_carry(self, held: _Held) -> None:
         """The next update comes and the gradients are still on their parameters: they belong to the last commit's state."""
