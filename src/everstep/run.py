@@ -378,7 +378,7 @@ class Run:
         if step != "latest" and (not isinstance(step, int) or isinstance(step, bool) or step < 0):
             raise UsageError(f"step must be 'latest' or a number from 0 on, not {step!r}")
         try:
-            line = line_of(listing)
+            line = line_of(listing, check_tail=offer is None)
             latest = step == "latest" or self._forked_already(listing, line, step)
             if offer is not None and offer.generation != line.newest.generation:
                 self._say(
@@ -389,6 +389,7 @@ class Run:
                 offer = None
             if offer is not None and (offer.step == step or (latest and offer.step >= self._latest(line, offer))):
                 return line, offer.step, offer
+            line = line_of(listing)
             if offer is not None:
                 self._say(f"everstep: the shadow (pid {offer.pid}) holds step {offer.step}; taking the state from disk")
                 offer.release()

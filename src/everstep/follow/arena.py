@@ -165,5 +165,6 @@ def take(manifest: Manifest, memory: Bytes, *, is_mine: bool) -> list[torch.Tens
         flat = typed(data, dtype)
         return with_strides(flat if is_mine or stored.role == "param" else flat.clone(), stored.shape, stored.strides)
 
-    with ThreadPoolExecutor(os.cpu_count() or 1, "everstep-sum") as pool:
+    with ThreadPoolExecutor(os.cpu_count() or 1, "everstep-take") as pool:
         return list(pool.map(check, manifest.tensors))
+

@@ -163,8 +163,11 @@ def describe_steps(steps: Iterable[int]) -> str:
     return ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in parts)
 
 
-def line_of(listing: Listing, *, timeline: int | None = None) -> Line:
-    """The newest line, or the newest of one timeline."""
+def line_of(listing: Listing, *, timeline: int | None = None, check_tail: bool = True) -> Line:
+    """The newest line, or the newest of one timeline.
+
+    Without `check_tail` frames count whose middle a crash may have lost: only for a look at where the line stands.
+    """
     generations = listing.generations()
     if timeline is None:
         numbers = list(generations)
@@ -179,7 +182,7 @@ def line_of(listing: Listing, *, timeline: int | None = None) -> Line:
         if problems:
             raise CorruptionError(f"{listing.path.path}: {'; '.join(problems)}")
         raise NothingToRestoreError(f"{listing.path.path} holds no restorable step yet: no training has begun")
-    return _line(listing, generations, generations[max(numbers)])
+    return _line(listing, generations, generations[max(numbers)], check_tail)
 
 
 def _check_no_newer_damaged(listing: Listing, newest: int) -> None:
@@ -205,7 +208,9 @@ def _check_no_newer_damaged(listing: Listing, newest: int) -> None:
                 )
 
 
-def _line(listing: Listing, generations: dict[int, GenerationDocument], newest: GenerationDocument) -> Line:
+def _line(
+    listing: Listing, generations: dict[int, GenerationDocument], newest: GenerationDocument, check_tail: bool
+) -> Line:
     spans = []
     document: GenerationDocument | None = newest
     high: int | None = None
@@ -264,7 +269,8 @@ def _line(listing: Listing, generations: dict[int, GenerationDocument], newest: 
                 later = [s for s in timeline.segments if s.generation == span.generation and s.first_step > following]
                 if span.high is None and not later:
                     line.lost_from = following
-    _cut_torn_tail(line)
+    if check_tail:
+        _cut_torn_tail(line)
     for span in spans:
         high = line.durable_step if span.high is None else min(span.high, line.durable_step)
         for segment in listing.timelines[span.timeline].segments:
