@@ -30,6 +30,8 @@ import torch
 
 from everstep.bench.progress import Progress, silent
 from everstep.bench.workloads import Workload
+from everstep.follow.recover import dismiss
+from everstep.store.runs import RunPath
 
 WAYS = ("shadow", "disk", "torch.load")
 PARTS = ("total_s", "start_s", "import_s", "fetch_s", "step_s")
@@ -47,8 +49,8 @@ train(began, **arguments)
 def train(began: float, *, way: str, folder: str, workload: dict[str, Any]) -> None:
     """In the trainer: resume, say when what was done, then train until killed."""
     torch.set_num_threads(1)
-    import everstep
     from everstep.bench import workloads
+    from everstep.run import attach
 
     w = Workload(**workload)
     model, optimizer = workloads.build(w)
@@ -64,7 +66,7 @@ def train(began: float, *, way: str, folder: str, workload: dict[str, Any]) -> N
             step = state["step"]
     else:
         mode = "shadow" if way == "shadow" else "delta"
-        run = everstep.attach(model, optimizer, os.path.join(folder, way), mode=mode, base_interval=1000, quiet=True)
+        run = attach(model, optimizer, os.path.join(folder, way), mode=mode, base_interval=1000, quiet=True)
         step = run.resume()
         source = run.stats()["resumed_from"]
     fetched = time.time()
@@ -110,6 +112,9 @@ def measure(
     finally:
         for trainer in trainers.values():
             trainer.end()
+        path = RunPath(os.path.join(top, "shadow"))
+        if path.exists():
+            dismiss(path, path.read_run().run, 1 << 30)
         shutil.rmtree(top, ignore_errors=True)
     ways = {way: {part: statistics.median(m[part] for m in found[way]) for part in PARTS} for way in WAYS}
     memcpy = statistics.median(copies)
@@ -149,7 +154,7 @@ class _Trainer:
 
     def recover(self) -> dict[str, float]:
         """Kill it in mid-run, start it again, and see how long that takes."""
-        for _ in range(4):
+        for _ in range(WARM_STEPS):  # it has stood still while others were measured
             self._told()
         killed = time.time()
         self._process.kill()
