@@ -760,3 +760,19 @@ def test_a_place_whose_name_is_too_long_for_a_socket_is_refused(
     t = build(**SMALL, seed=SEED)
     with pytest.raises(UsageError, match="long"):
         attach(t, tmp_path / "run").resume()
+
+
+def test_a_shadow_that_is_told_to_end_ends_even_if_it_can_leave_no_base(
+    attach: Callable[..., everstep.Run], tmp_path: Path
+) -> None:
+    t = build(**SMALL, seed=SEED)
+    run = attach(t, tmp_path / "run")
+    run.resume()
+    train(t, run, 5)
+    run.flush()
+    wait_until_held(run)
+    pid = run.stats()["shadow_pid"]
+    crash(run)
+    shutil.rmtree(tmp_path / "run")
+    os.kill(pid, signal.SIGTERM)
+    wait_for(lambda: not alive(pid), "for the shadow to end")

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from everstep.errors import CorruptionError, StorageError
+from everstep.errors import CorruptionError, EverstepError, StorageError
 from everstep.follow.arena import Home
 from everstep.follow.compact import Held, describe
 from everstep.format import documents, records
@@ -182,7 +182,7 @@ class Shadow:
                 self._base_if_due()
             elif not self.attached and time.monotonic() - self._since > self._idle_s:
                 self._say(f"no trainer for {self._idle_s:.0f} s: this shadow leaves a base and ends")
-                self._end(True)
+                self._end(True, can_wait=True)
         except Exception as e:  # an optimizer of the user's may raise anything
             self._failed(e)
 
@@ -461,15 +461,22 @@ class Shadow:
             lambda: [memoryview(self._home.bytes_of(t)) for t in stored],
         )  # fmt: skip
 
-    def _end(self, base: bool) -> None:
+    def _end(self, base: bool, *, can_wait: bool = False) -> None:
+        """Leave a base and stop. If that fails and it `can_wait`, what is held stays in memory and is tried again later."""
         if self._ending:
             return
-        if base and self._held is not None:
-            if not self.attached:
-                self._read_the_rest()
-            self._fold_all()
-            with contextlib.suppress(CorruptionError):  # superseded: another trainer has it now
-                self._base()
+        try:
+            if base and self._held is not None:
+                if not self.attached:
+                    self._read_the_rest()
+                self._fold_all()
+                with contextlib.suppress(CorruptionError):  # superseded: another trainer has it now
+                    self._base()
+        except (EverstepError, OSError) as e:
+            self._say(f"no base could be left at step {self.progress.folded}: {type(e).__name__}: {e}")
+            if can_wait and os.path.isdir(self.path.path):
+                self._since = time.monotonic()
+                return
         self._ending = True
 
     def _close(self) -> None:
