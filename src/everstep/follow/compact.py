@@ -89,10 +89,13 @@ class Held:
         if self._base is not None and self._base.step == state.step:
             return self._base  # the trainer has taken one of this step itself
         newest = max(
-            int(name.removesuffix(".json"))
-            for timeline in files.listing(self._path.timelines())
-            for name in files.listing(os.path.join(self._path.timelines(), timeline, "generations"))
-            if name.removesuffix(".json").isdigit()
+            (
+                int(name.removesuffix(".json"))
+                for timeline in files.listing(self._path.timelines())
+                for name in files.listing(os.path.join(self._path.timelines(), timeline, "generations"))
+                if name.removesuffix(".json").isdigit()
+            ),
+            default=0,
         )
         if newest > self.generation:
             raise CorruptionError(f"generation {self.generation} has been superseded by {newest}: nothing was written")

@@ -309,7 +309,7 @@ def main(argv: list[str] | None = None) -> int:
         listener.close()
         with contextlib.suppress(OSError):
             os.unlink(os.path.join(args.folder, SOCKET))
-        if shadow.is_stored or shadow.is_dismissed:
+        if shadow.is_stored or shadow.is_dismissed or not os.path.isdir(path.path):
             shutil.rmtree(args.folder, ignore_errors=True)
     return 0
 
