@@ -116,6 +116,9 @@ class RemoteKeeper(ShadowKeeper):
                 return
         super()._heard_resend(message)
 
+    def _see_it_end(self) -> None:
+        """It ends by itself, on its own host."""
+
     def _heard_base(self, step: int) -> None:
         """The shadow has written a base, on its own host."""
 
