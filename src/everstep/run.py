@@ -109,6 +109,10 @@ class Options:
             raise UsageError(f"log must be 'memory' or 'disk', not {self.log!r}")
         if self.on_lag not in ON_LAG:
             raise UsageError(f"on_lag must be one of {', '.join(ON_LAG)}, not {self.on_lag!r}")
+        if "," in self.shadow:
+            raise UsageError("shadow must be one address: several shadows for one run are not supported yet")
+        if self.shadow:
+            addresses.parse_address(self.shadow)
         if isinstance(self.retention, dict):
             object.__setattr__(self, "retention", Retention(**self.retention))
         for name in ("batch_steps", "max_inflight_steps", "max_inflight_bytes", "base_interval", "segment_bytes"):
@@ -132,6 +136,8 @@ def attach(
     unknown = [name for name in options if name not in known]
     if unknown:
         raise UsageError(f"unknown option {unknown[0]!r}; attach knows {', '.join(known)}")
+    if mode != "shadow" and options.get("shadow"):
+        raise UsageError(f"shadow={options['shadow']!r} needs mode='shadow'")
     return Run(model, optimizer, run, cursors.check_extras(extras), Options(**options), mode)
 
 
@@ -387,7 +393,7 @@ class Run:
                 )
                 offer.release()
                 offer = None
-            if offer is not None and (offer.step == step or (latest and offer.step >= self._latest(line, offer))):
+            if offer is not None and (offer.step == step or (latest and offer.step >= _latest(line))):
                 return line, offer.step, offer
             line = line_of(listing)
             if offer is not None:
@@ -401,13 +407,6 @@ class Run:
             if step in ("latest", 0):
                 return None, None, None
             raise StepNotFoundError(f"step {step} cannot be restored: {self.path} has no steps yet") from None
-
-    def _latest(self, line: Line, offer: recover.Offer) -> int:
-        """The newest step in files; damage there does not matter where a shadow has the state."""
-        try:
-            return line.latest()
-        except (CorruptionError, NothingToRestoreError):
-            return -1
 
     def _forked_already(self, listing: Listing, line: Line, step: int) -> bool:
         """Whether an earlier process of this same launch has opened the fork that is asked for."""
@@ -815,6 +814,14 @@ def _note_on(optimizer: Optimizer) -> str:
             "everstep.register(YourOptimizer) lets followers and everstep.open() replay it"
         )
     return ""
+
+
+def _latest(line: Line) -> int:
+    """The newest step in files; damage there does not matter where a shadow has the state."""
+    try:
+        return line.latest()
+    except (CorruptionError, NothingToRestoreError):
+        return -1
 
 
 def _is_newest(line: Line, at: int) -> bool:

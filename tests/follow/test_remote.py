@@ -19,7 +19,7 @@ from torch import nn
 
 import everstep
 from everstep.errors import LinkError, LinkRefused, UnprotectedWarning, UsageError
-from everstep.follow import recover, remote
+from everstep.follow import recover, remote, ship
 from everstep.follow.remote import Host
 from everstep.link import addresses, sockets
 from everstep.link.messages import Bytes, Document, Hello
@@ -367,3 +367,36 @@ def test_a_second_trainer_and_an_older_generation_are_refused(remotes: Callable[
     training.train(run, 6)
     must_hold(held(run, shadow.address), training, run)
     run.close()
+
+
+def test_a_trainer_whose_shadow_is_not_there_goes_on_and_is_told(
+    tmp_path: Path, shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ship, "TELL_AFTER_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    training = Training()
+    run = training.attach(tmp_path / "run", f"tcp://127.0.0.1:{port}")
+    run.resume()
+    deadline = time.monotonic() + 30
+    with pytest.warns(UnprotectedWarning, match="no shadow answers"):
+        while run.stats()["unprotected_since"] is None or run._keeper._warning:
+            assert time.monotonic() < deadline
+            training.train(run, run.step + 1)
+            time.sleep(0.02)
+    shadow = Remote(tmp_path / "shadows", port=port)
+    try:
+        must_hold(held(run, shadow.address), training, run)
+        wait_until(lambda: run.stats()["unprotected_since"] is None)
+        run.close()
+    finally:
+        shadow.close()
+
+
+@pytest.mark.parametrize(
+    "options", [{"shadow": "nonsense"}, {"shadow": "tcp://a:1,tcp://b:2"}, {"mode": "delta"}], ids=str
+)
+def test_a_shadow_that_cannot_be_meant_is_refused_at_attach(options: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(UsageError):
+        Training().attach(tmp_path / "run", "tcp://127.0.0.1:1", **options)
+    assert not (tmp_path / "run").exists()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import ssl
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +20,8 @@ from everstep.store.segments import FrameEntry
 
 _PART_BYTES = 4 << 20
 _SEND_S = 30.0
+TELL_AFTER_S = 2.0
+"""Without a connection for so long, the user is told."""
 
 
 class RemoteKeeper(ShadowKeeper):
@@ -32,19 +35,38 @@ class RemoteKeeper(ShadowKeeper):
         self._layouts_at = 0
         self._base_sent = -1
         """The base that the shadow was sent last: if it asks again, that one was of no use to it."""
+        self._failing_since: float | None = None
         self.sent_bytes = 0
         super().__init__(*args, **named)
 
     def _connect(self) -> Channel | None:
-        with contextlib.suppress(LinkError, OSError):
+        try:
             sock = addresses.connect(self._address, timeout=_SEND_S, ssl_context=self._tls)
             channel = Channel(sock, lambda message, num_bytes: None)
             try:
-                return self._introduce(channel)
+                found = self._introduce(channel)
             except BaseException:
                 channel.close()
                 raise
-        return None
+        except (LinkError, OSError) as e:
+            self._failed_to_connect(e)
+            return None
+        self._failing_since = None
+        return found
+
+    def _failed_to_connect(self, e: Exception) -> None:
+        """Nobody is there, or it says no: the user is told, once, if that lasts."""
+        if self._failing_since is None:
+            self._failing_since = time.monotonic()
+        elif self._lost_at is None and time.monotonic() - self._failing_since > TELL_AFTER_S:
+            self._lost_at = max(self._durable, 0)
+            self._warning = (
+                f"{self._path.path}: {e}. Training goes on, and tries again and again; until it is there, steps are in this "
+                "host's memory (and on its disk, when that is full) only"
+            )
+
+    def stats(self) -> dict[str, Any]:
+        return {**super().stats(), "sent_bytes": self.sent_bytes}
 
     def _before_resume(self, channel: Channel, welcome: Welcome) -> None:
         self._sent = (welcome.segment, welcome.offset)
