@@ -35,6 +35,20 @@ class Box(msgspec.Struct, frozen=True, array_like=True):
     size: tuple[int, ...]
 
 
+def overlap(a: Box, b: Box) -> Box | None:
+    """The elements that both have; None if there are none."""
+    low = tuple(map(max, a.offset, b.offset))
+    high = tuple(min(o + s, p + t) for o, s, p, t in zip(a.offset, a.size, b.offset, b.size, strict=True))
+    if any(h <= n for n, h in zip(low, high, strict=True)):
+        return None
+    return Box(low, tuple(h - n for n, h in zip(low, high, strict=True)))
+
+
+def inside(box: Box, part: Box) -> tuple[slice, ...]:
+    """Where `part`, which lies in `box`, is in the memory of `box`."""
+    return tuple(slice(p - o, p - o + n) for o, p, n in zip(box.offset, part.offset, part.size, strict=True))
+
+
 class Atom(msgspec.Struct, frozen=True, omit_defaults=True):
     """One named tensor of the training state in its global shape."""
 
@@ -63,6 +77,11 @@ class Atom(msgspec.Struct, frozen=True, omit_defaults=True):
             n *= s
         return n
 
+    @property
+    def box(self) -> Box:
+        """What the layout's own rank has of it."""
+        return self.boxes[0][1] if self.boxes else Box((0,) * len(self.shape), self.shape)
+
     def label(self) -> str:
         """For messages: `model: layer.weight`."""
         return f"{self.owner}: {self.name}"
@@ -85,6 +104,12 @@ class Layout(msgspec.Struct, frozen=True, omit_defaults=True):
     optimizers: tuple[OptimizerSpec, ...]
     models: tuple[str, ...]
     world_size: int = 1
+    rank: int = 0
+    """Whose: a layout names the atoms, and of each the box, that one rank stores."""
+    order: tuple[int, ...] = ()
+    """With several ranks: all atoms that this one holds, as its models have them."""
+    groups: tuple[tuple[str, tuple[tuple[int, ...], ...]], ...] = ()
+    """With several ranks: all parameters of each optimizer's groups on this one."""
     piece_elements: int = PIECE_ELEMENTS
 
     @property

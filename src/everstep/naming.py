@@ -6,16 +6,18 @@ torch.compile put in front (`module.`, `_orig_mod.`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+import weakref
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from msgspec import structs
 from torch import nn
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 
-from everstep import tree
+from everstep import sharding, tree
 from everstep.atoms import Atom, Layout, OptimizerSpec, buffer_uid, param_uid
 from everstep.errors import UsageError
 from everstep.fold import class_name
@@ -33,11 +35,23 @@ def named(objects: Any, kind: type, default: str) -> dict[str, Any]:
             found[name] = inner  # accelerate's AcceleratedOptimizer and the like
         elif kind is Optimizer and isinstance(inner, Optimizer) and type(value).__name__ == "AcceleratedOptimizer":
             found[name] = inner
+        elif kind is Optimizer and type(value).__name__ == "ZeroRedundancyOptimizer":
+            found[name] = value.optim  # it has the state; the outer one's groups are copied into its own at each step
+            _outer[value.optim] = weakref.ref(value)
         elif not isinstance(value, kind):
             raise UsageError(f"{default} {name!r} is a {type(value).__name__}, not a {kind.__name__}")
     if not found:
         raise UsageError(f"there is no {default} to attach to")
     return found
+
+
+_outer: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Optimizer]] = weakref.WeakKeyDictionary()
+
+
+def outer_of(optimizer: Optimizer) -> Optimizer | None:
+    """The ZeroRedundancyOptimizer that was given, where this is what it wraps."""
+    found = _outer.get(optimizer)
+    return None if found is None else found()
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
@@ -77,19 +91,39 @@ class Inventory:
 
     layout: Layout
     tensors: dict[int, torch.Tensor] = field(default_factory=dict)
+    """The memory of each: what this process has of a DTensor, else the tensor itself."""
+    live: dict[int, torch.Tensor] = field(default_factory=dict)
+    """The objects that hang in modules and groups."""
     places: list[Place] = field(default_factory=list)
     containers: list[tuple[Any, int]] = field(default_factory=list)
     """Dicts of modules with their lengths: a new entry anywhere is seen by a changed length."""
     groups: dict[str, list[tuple[int, ...]]] = field(default_factory=dict)
     uid_of: dict[int, int] = field(default_factory=dict)
-    """id(tensor) -> uid"""
+    """id of a live tensor -> uid"""
 
     def labels(self) -> dict[int, str]:
         return {atom.uid: atom.label() for atom in self.layout.atoms}
 
     def params(self) -> dict[int, torch.Tensor]:
+        """The live parameters."""
         roles = {a.uid: a.role for a in self.layout.atoms}
-        return {uid: t for uid, t in self.tensors.items() if roles[uid] == "param"}
+        return {uid: t for uid, t in self.live.items() if roles[uid] == "param"}
+
+    def part(self, uids: Set[int], rank: int, world_size: int) -> Inventory:
+        """What this rank stores of it, these atoms, as a layout that says which boxes they are."""
+        atoms = tuple(
+            structs.replace(a, boxes=((rank, a.boxes[0][1]),)) if a.boxes else a for a in self.layout.atoms if a.uid in uids
+        )
+        layout = structs.replace(
+            self.layout, atoms=atoms, world_size=world_size, rank=rank, order=tuple(self.tensors),
+            groups=tuple((name, tuple(map(tuple, groups))) for name, groups in self.groups.items()),
+        )  # fmt: skip
+        return replace(
+            self, layout=layout,
+            tensors={u: t for u, t in self.tensors.items() if u in uids},
+            uid_of={i: u for i, u in self.uid_of.items() if u in uids},
+            groups={n: [tuple(u for u in g if u in uids) for g in groups] for n, groups in self.groups.items()},
+        )  # fmt: skip
 
 
 def take_inventory(models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]) -> Inventory:
@@ -118,13 +152,23 @@ def take_inventory(models: Mapping[str, nn.Module], optimizers: Mapping[str, Opt
     atoms = []
     for f in found.values():
         _check(f)
-        inventory.tensors[f.uid] = f.tensor
+        memory = sharding.local(f.tensor)
+        box = sharding.box_of(f.tensor)
+        if box.size != tuple(memory.shape):
+            raise UsageError(
+                f"{f.owner}: {f.name} has {tuple(memory.shape)} here, where {f.tensor.placements} of "  # type: ignore[attr-defined]
+                f"{tuple(f.tensor.shape)} should give {box.size}: Everstep does not understand how it is sharded"
+            )
+        is_part = box != sharding.whole(f.tensor.shape)
+        inventory.tensors[f.uid] = memory
+        inventory.live[f.uid] = f.tensor
         inventory.uid_of[id(f.tensor)] = f.uid
         atoms.append(
             Atom(
                 uid=f.uid, role=f.role, owner=f.owner, name=f.name, shape=tuple(f.tensor.shape),
-                dtype=dtype_name(f.tensor.dtype), strides=strides_of(f.tensor), aliases=tuple(f.aliases),
+                dtype=dtype_name(f.tensor.dtype), strides=strides_of(memory), aliases=tuple(f.aliases),
                 requires_grad=f.tensor.requires_grad, persistent=f.persistent,
+                placement="sharded" if is_part else "replicated", boxes=((0, box),) if is_part else (),
             )
         )  # fmt: skip
     if len({a.uid for a in atoms}) != len(atoms):
@@ -148,7 +192,7 @@ class _Found:
 def _add(found: dict[int, _Found], inventory: Inventory, model: str, prefix: str, module: nn.Module) -> None:
     for role, container in (("param", module._parameters), ("buffer", module._buffers)):
         for key, tensor in container.items():
-            if tensor is None:
+            if tensor is None or not sharding.is_held(tensor):
                 continue
             name = f"{prefix}{key}"
             old = found.get(id(tensor))
@@ -173,5 +217,5 @@ def _check(f: _Found) -> None:
         raise UsageError(f"{where} has dtype {f.tensor.dtype}, which cannot be stored")
     if f.tensor.device.type == "meta":
         raise UsageError(f"{where} is on the meta device: materialise the model before attach")
-    if type(f.tensor).__name__ == "DTensor":
-        raise UsageError(f"{where} is a DTensor; this version of Everstep stores runs of one process only")
+    if sharding.is_partial(f.tensor):
+        raise UsageError(f"{where} is a DTensor whose values have yet to be summed over ranks: redistribute it first")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 import random
 from typing import Any
 
@@ -47,6 +48,19 @@ def _numpy_state() -> Any:
     state = np.random.get_state(legacy=True)
     _last_numpy = (words, state) if words else None
     return state
+
+
+def derived(state: dict[str, Any], step: int, rank: int) -> dict[str, Any]:
+    """States for one of another number of ranks: a function of the seed in `state`, the step and the rank."""
+    source = torch.Generator()
+    source.set_state(state["torch"])
+    digest = hashlib.blake2b(b"%d/%d/%d" % (source.initial_seed(), step, rank), digest_size=24).digest()
+    words = [int.from_bytes(digest[i : i + 8], "little") for i in (0, 8, 16)]
+    return {
+        "torch": torch.Generator().manual_seed(words[0] >> 1).get_state(),
+        "numpy": np.random.RandomState(words[1] & 0xFFFFFFFF).get_state(legacy=True),
+        "random": random.Random(words[2]).getstate(),
+    }
 
 
 def to_plain(state: dict[str, Any]) -> dict[str, Any]:

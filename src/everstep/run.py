@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
+import socket
 import ssl
 import sys
 import time
@@ -14,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from torch import nn
 from torch.optim import Optimizer
 
@@ -29,6 +31,7 @@ from everstep.errors import (
     EverstepError,
     FormatError,
     InexactWarning,
+    MismatchError,
     NothingToRestoreError,
     ReplayError,
     StepNotFoundError,
@@ -44,10 +47,12 @@ from everstep.follow.keeper import Keeper
 from everstep.follow.ship import RemoteKeeper
 from everstep.format.documents import GenerationDocument, RunDocument, TimelineDocument
 from everstep.link import addresses
-from everstep.naming import named, take_inventory
+from everstep.naming import Inventory, named, take_inventory
+from everstep.ranks import Holding, Ranks, assign, holding_id, holdings
 from everstep.restore.apply import apply, check_fits
 from everstep.restore.execute import Restored, check_before_replay, restore
 from everstep.restore.history import Step
+from everstep.restore.join import Joint, Source, fetch, joint_of, order_like
 from everstep.restore.plan import Line, line_files, line_of
 from everstep.store import files, shared
 from everstep.store.log import DiskPlace, LogWriter
@@ -157,26 +162,19 @@ class Run:
         self._mode = mode
         inventory = take_inventory(self._models, self._optimizers)
         cursors.capture_extras(extras)
-        self._path = RunPath(run)
-        existed = self._path.exists()
-        document = self._path.read_run() if existed else None
-        if document is not None and document.read_only:
-            raise FormatError(
-                f"{self._path.path} uses {', '.join(document.read_only)}, which this version of Everstep can read but not "
-                "write. Upgrade Everstep to go on with this run"
-            )
-        if not existed:
-            files.make_dirs(self._path.path)
-        self._lock = WriterLock(self._path)
+        self._ranks = Ranks.current()
+        if self._ranks.size > 1 and mode != "delta":
+            raise UsageError(f"mode={mode!r} is for one process; with {self._ranks.size} ranks use mode='delta'")
+        self._path = RunPath(run, self._ranks.rank)
+        self._stored: set[int] = set()
+        """With several ranks: the atoms that this one stores."""
+        self._known: set[int] = set()
+        self._lock: WriterLock | None = None
         try:
-            # Only the holder of the lock makes a run: many processes may start at once.
-            if document is None and self._path.exists():
-                document = self._path.read_run()
-            if document is not None:
-                self._path.sync([])  # a process that was killed while it made the run may not have
-            self._document: RunDocument = document if document is not None else self._path.create()
+            self._document: RunDocument = self._open_run()
         except BaseException:
-            self._lock.release()
+            if self._lock is not None:
+                self._lock.release()
             raise
         self._capture: Capture | None = None
         self._keeper: Keeper | None = None
@@ -210,6 +208,45 @@ class Run:
             if note:
                 self._say(f"everstep: optimizer {name!r}: {note}")
 
+    def _open_run(self) -> RunDocument:
+        """The run's document and this rank's right to write; rank 0 makes the run if there is none."""
+        opened: list[RunDocument] = []
+        found = self._ranks.first("open the run", lambda: opened.append(self._open_first()) or opened[0].run)  # type: ignore[func-returns-value]
+        if self._ranks.rank == 0:
+            self._ranks.all("lock their parts", lambda: None)
+        else:
+            self._ranks.all("lock their parts", lambda: opened.append(self._open_other(found)))
+        return opened[0]
+
+    def _open_first(self) -> RunDocument:
+        """By one process: read or make the run, and lock it."""
+        existed = self._path.exists()
+        document = self._path.read_run() if existed else None
+        if document is not None and document.read_only:
+            raise FormatError(
+                f"{self._path.path} uses {', '.join(document.read_only)}, which this version of Everstep can read but not "
+                "write. Upgrade Everstep to go on with this run"
+            )
+        if not existed:
+            files.make_dirs(self._path.path)
+        self._lock = WriterLock(self._path)
+        # Only the holder of the lock makes a run: many processes may start at once.
+        if document is None and self._path.exists():
+            document = self._path.read_run()
+        if document is not None:
+            self._path.sync([])  # a process that was killed while it made the run may not have
+        return document if document is not None else self._path.create()
+
+    def _open_other(self, run: str) -> RunDocument:
+        """By the other ranks: rank 0 has opened it."""
+        if not os.path.isfile(self._path.run_file()) or self._path.read_run().run != run:
+            raise UsageError(
+                f"{self._path.path} on {socket.gethostname()} is not the folder that rank 0 has opened: all ranks must see "
+                "the same folder, on storage that they share. Node-local disks cannot hold a run of several nodes"
+            )
+        self._lock = WriterLock(self._path)
+        return self._path.read_run()
+
     # -- the public face ----------------------------------------------------------------------------------------------
 
     @property
@@ -239,17 +276,10 @@ class Run:
             raise UsageError(f"already resumed at step {self._resumed}; attach again to resume another step")
         begun = time.perf_counter()
         listing = read_listing(self._path)
-        offer = self._find_shadow()
-        try:
-            line, asked, offer = self._choose(listing, step, offer)
-            if line is None or asked is None:
-                self._begin_new(listing)
-                at = 0
-            else:
-                at = self._restore_and_begin(listing, line, asked, step, offer)
-        finally:
-            if offer is not None:
-                offer.release()
+        if self._ranks.size > 1 or any(g.world_size > 1 for g in listing.generations().values()):
+            at = self._resume_parts(step)
+        else:
+            at = self._resume_whole(listing, step)
         self._resumed = at
         self._restore_s = time.perf_counter() - begun
         return at
@@ -363,6 +393,19 @@ class Run:
 
     # -- resuming -----------------------------------------------------------------------------------------------------
 
+    def _resume_whole(self, listing: Listing, step: Step) -> int:
+        """What one process wrote, in one process."""
+        offer = self._find_shadow()
+        try:
+            line, asked, offer = self._choose(listing, step, offer)
+            if line is None or asked is None:
+                self._begin_new(listing)
+                return 0
+            return self._restore_and_begin(listing, line, asked, step, offer)
+        finally:
+            if offer is not None:
+                offer.release()
+
     def _find_shadow(self) -> recover.Offer | None:
         address = self._options.shadow
         if not address:
@@ -466,6 +509,134 @@ class Run:
         )
         return at
 
+    def _resume_parts(self, step: Step) -> int:
+        """Several ranks, now or when the run was written: all agree on a step, and each takes what it has of it."""
+        ranks = self._ranks
+        full = take_inventory(self._models, self._optimizers)
+        told = ranks.gather("tell what they hold", holdings(full))
+        held = [msgspec.convert(each, list[Holding]) for each in told]
+        stored = assign(held)
+        self._stored, self._known = stored[ranks.rank], set(full.tensors)
+        holding = holding_id(held, stored)
+        at: int | None = ranks.first("choose a step", lambda: self._choose_step(step, held))
+        restored: list[Restored] = []
+        joint: Joint | None = None
+        if at is not None:
+            joint = joint_of(self._path)
+            self._say(f"everstep: restoring step {at} of {self.path} …")
+            found, step_found = joint, at
+            ranks.all("restore", lambda: restored.append(self._restore_part(found, step_found, full)))
+        timeline, generation, is_new = ranks.first(
+            "open a generation", lambda: self._agree(joint, at, step, holding)
+        )
+        cursor: dict[str, Any] = {}
+        if at is not None:
+            cursor = self._part_cursor(restored[0], joint, at)
+            self._apply(restored[0], cursor)
+
+        def start() -> None:
+            self._path.make_part(timeline)
+            if ranks.rank:
+                self._path.clean(timeline)
+                self._path.write_layout(timeline, self._inventory().layout)
+            self._start("", timeline, generation, at or 0)
+
+        ranks.all("start", start)
+        if at is None:
+            self._cursor()
+            self._take_base()
+            return 0
+        self._saved_position = cursor["data"]
+        self._restored = restored[0]
+        self._proven = restored[0].proven
+        self._source = "disk"
+        self._last_cursor = {**cursor, "rng": rng.capture()}
+        if is_new or _computes_differently(restored[0].fingerprint):
+            self._take_base()
+        else:
+            self._base_ready = True
+            self._durable = at
+        assert joint is not None
+        was = joint.find(at).world_size
+        self._say(
+            f"everstep: resumed {self.path} at step {at} on {ranks.size} rank{'s' if ranks.size > 1 else ''}"
+            f"{f' (written by {was})' if was != ranks.size else ''}"
+            f"{f', new timeline {timeline}' if is_new else ''}"
+        )
+        return at
+
+    def _choose_step(self, step: Step, held: list[list[Holding]]) -> int | None:
+        """By one process: the step to restore; None for a new run. Nothing is written."""
+        if step != "latest" and (not isinstance(step, int) or isinstance(step, bool) or step < 0):
+            raise UsageError(f"step must be 'latest' or a number from 0 on, not {step!r}")
+        try:
+            joint = joint_of(self._path)
+            line = joint.eras[0].lines[0]
+            latest = step == "latest" or self._forked_already(joint.listing, line, step)
+            at = joint.latest() if latest else step
+        except NothingToRestoreError:
+            if step in ("latest", 0):
+                return None
+            raise StepNotFoundError(f"step {step} cannot be restored: {self.path} has no steps yet") from None
+        assert isinstance(at, int)
+        source = Source(joint.find(at), at)
+        here = {h.uid for mine in held for h in mine}
+        missing = [a.label() for uid, a in source.atoms.items() if uid not in here and a.owner in source.layout.models]
+        if missing:
+            raise MismatchError(
+                f"step {at} does not fit the objects given: {len(missing)} tensor(s) of the run are in no rank's model: "
+                f"{', '.join(missing[:10])}. Build the same model as the run was written with; where pipeline stages name "
+                "their parameters differently, give attach(rename=...)"
+            )
+        return at
+
+    def _restore_part(self, joint: Joint, at: int, full: Inventory) -> Restored:
+        """This rank's boxes of S(at)."""
+        source = Source(joint.find(at), at)
+        wanted = {atom.uid: atom.box for atom in full.layout.atoms}
+        restored = fetch(source, wanted, rank=self._ranks.rank, live=self._optimizers)
+        order_like(restored.state, full)
+        check_fits(restored.state, self._models, self._optimizers)
+        cursors.check_same_extras(self._extras, cursors.decode(restored.state.cursor)["extras"])
+        self._warn_if_unproven(restored)
+        return restored
+
+    def _agree(self, joint: Joint | None, at: int | None, asked: Step, holding: str) -> list[Any]:
+        """By one process: where this generation writes. [timeline, generation, whether it needs bases first]"""
+        listing = joint.listing if joint is not None else read_listing(self._path)
+        generation = max(listing.generations(), default=0) + 1
+        asked_step = None if asked == "latest" else asked
+        if joint is None or at is None:
+            timeline = max(listing.timelines, default=0)
+            if not timeline:
+                timeline = 1
+                self._path.create_timeline(TimelineDocument(1))
+            self._open_generation(timeline, generation, None, 0, None, holding)
+            return [timeline, generation, True]
+        newest = joint.eras[0].newest
+        same = newest.holding == holding and newest.world_size == self._ranks.size
+        fork = at != joint.latest() or not same
+        timeline = joint.eras[0].lines[0].timelines[0]
+        source = joint.find(at)
+        if fork:
+            timeline = max(listing.timelines) + 1
+            self._path.create_timeline(
+                TimelineDocument(timeline, source.newest.timeline, source.newest.generation, at, own_bases=not same)
+            )
+        for line in source.lines:
+            self._path.sync(line_files(line, None))
+        parent = source.newest.generation if fork else newest.generation
+        self._open_generation(timeline, generation, parent, at, asked_step, holding)
+        return [timeline, generation, fork or source is not joint.eras[0]]
+
+    def _part_cursor(self, restored: Restored, joint: Joint | None, at: int) -> dict[str, Any]:
+        """The cursor for this rank: its own where the number of ranks is the same."""
+        cursor = cursors.decode(restored.state.cursor)
+        assert joint is not None
+        if joint.find(at).world_size != self._ranks.size:
+            cursor = {**cursor, "rng": rng.derived(cursor["rng"], at, self._ranks.rank)}
+        return cursor
+
     def _warn_if_unproven(self, restored: Restored) -> None:
         if restored.state.lost:
             warnings.warn(
@@ -502,36 +673,64 @@ class Run:
         self, listing: Listing, timeline: int, parent: int | None, step: int, *, asked_step: int | None
     ) -> None:
         """Open the next generation and start watching."""
-        inventory = take_inventory(self._models, self._optimizers)
         generation = max(listing.generations(), default=0) + 1
+        self._open_generation(timeline, generation, parent, step, asked_step)
+        self._start(listing.shared, timeline, generation, step)
+
+    def _open_generation(
+        self, timeline: int, generation: int, parent: int | None, step: int, asked_step: int | None, holding: str = ""
+    ) -> None:
+        """By one process: from here on older generations write nothing that counts."""
+        assert self._lock is not None
         self._lock.used = True
         self._path.clean(timeline)
         self._path.sync([os.path.join(self._path.timeline(timeline), "timeline.json")])
-        own = fingerprint()
-        self._path.write_layout(timeline, inventory.layout)
+        layout = self._inventory().layout
+        self._path.write_layout(timeline, layout)
         self._path.write_generation(
             GenerationDocument(
-                generation, timeline, parent, step, 1, inventory.layout.id, self._launch, describe_writer(), own,
-                asked_step, "memory" if self._mode == "shadow" else "disk",
+                generation, timeline, parent, step, self._ranks.size, layout.id, self._launch, describe_writer(),
+                fingerprint(), asked_step, "memory" if self._mode == "shadow" else "disk", holding,
             )
         )  # fmt: skip
+
+    def _inventory(self) -> Inventory:
+        """The live objects, as far as this rank stores them."""
+        found = take_inventory(self._models, self._optimizers)
+        if self._ranks.size == 1:
+            return found
+        new = [a.label() for a in found.layout.atoms if self._known and a.uid not in self._known]
+        if new:
+            raise UsageError(
+                f"{', '.join(new[:5])} was added in mid-run: with several ranks that is not supported. Close the run, and "
+                "attach and resume again with the new model"
+            )
+        return found.part(self._stored, self._ranks.rank, self._ranks.size)
+
+    def _start(self, shared_folder: str, timeline: int, generation: int, step: int) -> None:
+        """Start watching."""
+        assert self._lock is not None
+        self._lock.used = True
+        own = fingerprint()
         options = self._options
         folder = self._path.log(timeline)
         direct = files.supports_direct(folder) if options.direct_io is None else options.direct_io
         disk = DiskPlace(folder, direct=direct, segment_bytes=options.segment_bytes)
         memory = None
         if self._mode == "shadow":
-            memory = shared.MemoryPlace(shared.log_folder(listing.shared, timeline))
+            memory = shared.MemoryPlace(shared.log_folder(shared_folder, timeline, self._ranks.rank))
         self._log = LogWriter(
-            memory or disk, run=self._document.run, timeline=timeline, generation=generation, rank=0, fingerprint=own,
+            memory or disk, run=self._document.run, timeline=timeline, generation=generation, rank=self._ranks.rank,
+            fingerprint=own,
             chained=memory is None,
         )  # fmt: skip
         destination = Destination(
-            self._document.run, timeline, generation, self._path.bases(timeline), direct, own
-        )
+            self._document.run, timeline, generation, self._path.bases(timeline), direct, own, self._ranks.rank,
+            self._ranks.size > 1,
+        )  # fmt: skip
         self._capture = Capture(
-            self._models, self._optimizers, step, self._log, lambda layout: self._path.write_layout(timeline, layout),
-            destination, inventory=inventory, full_audit=options.audit == "full",
+            self._inventory, self._optimizers, step, self._log, lambda layout: self._path.write_layout(timeline, layout),
+            destination, full_audit=options.audit == "full",
             durability="step" if memory is not None else options.durability,
             batch_steps=options.batch_steps, max_inflight_steps=options.max_inflight_steps,
             max_inflight_bytes=options.max_inflight_bytes,
@@ -544,9 +743,9 @@ class Run:
         if memory is None:
             self._keeper = Keeper(
                 self._path, timeline, generation, step, options.retention, options.base_interval,
-                follower=options.follower, optimizers=self._optimizers, say=self._say,
+                follower=options.follower, optimizers=self._optimizers, say=self._say, world_size=self._ranks.size,
             )  # fmt: skip
-            if not self._dismiss_later:
+            if not self._dismiss_later and self._ranks.size == 1:
                 recover.dismiss(self._path, self._document.run, generation)
             return
         settings: dict[str, Any] = {
@@ -736,7 +935,8 @@ class Run:
         finally:
             if self._keeper is not None:
                 self._keeper.close(finish=finish)
-            self._lock.release()
+            if self._lock is not None:
+                self._lock.release()
 
     def _stop(self, capture: Capture, finish: bool) -> None:
         if self._keeper is not None:

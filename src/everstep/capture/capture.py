@@ -13,11 +13,10 @@ from operator import attrgetter, is_
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from everstep import cursor as cursors
-from everstep import tree
+from everstep import sharding, tree
 from everstep.atoms import Layout, state_uid
 from everstep.capture.auditor import Auditor
 from everstep.capture.offload import Offload
@@ -29,7 +28,7 @@ from everstep.capture.watch import Watch
 from everstep.errors import HiddenEditWarning
 from everstep.format.documents import StoredOptimizer
 from everstep.memory import strides_of
-from everstep.naming import Inventory, take_inventory
+from everstep.naming import Inventory
 from everstep.store.bases import Slot
 from everstep.store.log import LogWriter
 
@@ -48,24 +47,29 @@ class Destination:
     bases: str
     direct: bool
     fingerprint: dict[str, Any]
+    rank: int = 0
+    is_shared: bool = False
+    """Other ranks train with this one: steps are counted by updates alone, or the ranks would count differently."""
 
 
 class Capture:
     """The live objects of one generation, watched from its first step to its last."""
 
     def __init__(
-        self, models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer], step: int, log: LogWriter,
-        write_layout: Callable[[Layout], None], destination: Destination, *, inventory: Inventory, full_audit: bool,
-        durability: str, batch_steps: int, max_inflight_steps: int, max_inflight_bytes: int,
+        self, take: Callable[[], Inventory], optimizers: Mapping[str, Optimizer], step: int, log: LogWriter,
+        write_layout: Callable[[Layout], None], destination: Destination, *, full_audit: bool, durability: str,
+        batch_steps: int, max_inflight_steps: int, max_inflight_bytes: int,
     ) -> None:  # fmt: skip
+        """`take` reads the live objects: what this rank stores of them."""
         self.step = step
-        self._models, self._optimizers = dict(models), dict(optimizers)
+        self._take = take
+        self._optimizers = dict(optimizers)
         self._destination = destination
-        self._inventory = inventory
+        inventory = self._inventory = take()
         self._registrations = Registrations()
         self._note_structure()
         self.taps = {
-            name: Tap(name, optimizer, lambda name=name: self._inventory.groups[name], self)  # type: ignore[misc]
+            name: Tap(name, optimizer, lambda name=name: (self._inventory.groups[name], self._inventory.uid_of), self)  # type: ignore[misc]
             for name, optimizer in optimizers.items()
         }
         self._watch = Watch(inventory, self._optimizers)
@@ -154,7 +158,7 @@ class Capture:
                 self._store_results(tap)
         self._warn_hidden()
         if not self._updates:
-            if not self._overwrites:
+            if not self._overwrites or self._destination.is_shared:
                 return False
             if any(tap.accumulating() for tap in self.taps.values()):
                 return False  # the gradients of an accumulation are not in any frame: wait for its update
@@ -239,15 +243,14 @@ class Capture:
     # -- structure ----------------------------------------------------------------------------------------------------
 
     def _note_structure(self) -> None:
-        tensors = self._inventory.tensors
         places = self._inventory.places
         self._holders = [p.container for p in places]
         self._keys = [p.key for p in places]
-        self._hung = [tensors[p.uid] for p in places]
+        self._hung = [self._inventory.live[p.uid] for p in places]
         self._containers = [c for c, _ in self._inventory.containers]
         self._lengths = [n for _, n in self._inventory.containers]
         self._turn = 0
-        self._flags_of = list(tensors.values())
+        self._flags_of = list(self._inventory.live.values())
         self._flags = list(map(_requires_grad, self._flags_of))
 
     def _structure_changed(self) -> bool:
@@ -271,7 +274,7 @@ class Capture:
         for item in self._watch.at_commit():
             self.put(item)
         old = self._inventory
-        new = take_inventory(self._models, self._optimizers)
+        new = self._take()
         self._inventory = new
         self._note_structure()
         if new.layout.id != old.layout.id:
@@ -332,7 +335,7 @@ class Capture:
         self.wants_base = ""
         self.snapshot = Snapshot(
             d.bases, self.step, slots, tensors, settled, fields, direct=d.direct, audit=self._expected(), on_done=on_done,
-            may_finish=self.may_finish_base,
+            may_finish=self.may_finish_base, rank=d.rank,
         )  # fmt: skip
         return self.snapshot
 
@@ -366,7 +369,7 @@ class Capture:
         entries = []
         state = tap.optimizer.state
         known: list[tuple[int, Any]] = [
-            (u, state[p]) for u, p in zip(tap.uids, tap.params, strict=True) if p in state
+            (u, sharding.local_values(state[p])) for u, p in zip(tap.uids, tap.params, strict=True) if p in state
         ]
         other = {k: v for k, v in state.items() if not isinstance(k, torch.Tensor)}
         if other:

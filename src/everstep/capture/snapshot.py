@@ -30,7 +30,7 @@ class Snapshot:
 
     def __init__(
         self, bases: str, step: int, slots: Sequence[Slot], tensors: list[torch.Tensor], settled: Sequence[bool],
-        fields: Callable[[], dict[str, Any]], *, direct: bool, audit: Audit | None = None,
+        fields: Callable[[], dict[str, Any]], *, direct: bool, rank: int = 0, audit: Audit | None = None,
         on_done: Callable[[Snapshot], None], may_finish: Callable[[int], bool],
     ) -> None:  # fmt: skip
         self.step = step
@@ -39,7 +39,7 @@ class Snapshot:
         self.torn = False
         """Something changed the state while it was being copied: this base was discarded."""
         self._args = (bases, step, slots)
-        self._direct = direct
+        self._direct, self._rank = direct, rank
         self._tensors = tensors
         self._settled = list(settled)
         self._versions = [t._version for t in tensors]
@@ -75,7 +75,7 @@ class Snapshot:
     def _run(self) -> None:
         writer: BaseWriter | None = None
         try:
-            writer = BaseWriter(*self._args, direct=self._direct)
+            writer = BaseWriter(*self._args, direct=self._direct, rank=self._rank)
             for index in writer.order:
                 writer.add_pieces(partial(self._fill, index))
                 with self._lock:

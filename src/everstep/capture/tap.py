@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, count, repeat
 from operator import attrgetter, is_
 from typing import Any, Protocol
@@ -22,7 +22,7 @@ import msgspec
 import torch
 from torch.optim import Optimizer
 
-from everstep import tree
+from everstep import sharding, tree
 from everstep.capture.pending import (
     Item,
     PendingCarry,
@@ -74,8 +74,9 @@ class _Held:
 
     def __init__(
         self, params: list[torch.Tensor], grads: list[torch.Tensor | None], seal: Seal | None,
-        versions: list[int] | None = None,
+        versions: list[int] | None = None, *, grad_of: Callable[[Any], Any] = _grad,
     ) -> None:  # fmt: skip
+        self._grad_of = grad_of
         if any(map(is_, grads, repeat(None))):
             versions = None if versions is None else [v for v, g in zip(versions, grads, strict=True) if g is not None]
             params = [p for p, g in zip(params, grads, strict=True) if g is not None]
@@ -101,7 +102,7 @@ class _Held:
 
     def attached(self) -> bool:
         """Whether any is still on its parameter."""
-        return any(map(is_, map(_grad, self.params), self.grads))
+        return any(map(is_, map(self._grad_of, self.params), self.grads))
 
     def released(self, *, dropped: bool = False) -> bool:
         """Whether nobody but Everstep can reach them: not on the parameter, no other reference, memory not shared.
@@ -138,9 +139,10 @@ class Tap:
     """Hooks of one optimizer."""
 
     def __init__(
-        self, name: str, optimizer: Optimizer, uids: Callable[[], list[tuple[int, ...]]], recorder: Recorder
-    ) -> None:
-        """`uids` names the parameters of the groups as they are when it is called."""
+        self, name: str, optimizer: Optimizer, uids: Callable[[], tuple[list[tuple[int, ...]], Mapping[int, int]]],
+        recorder: Recorder,
+    ) -> None:  # fmt: skip
+        """`uids`, when it is called: those of each group's parameters that this rank stores, and uids by id(parameter)."""
         self.name = name
         self._pid = os.getpid()
         self.optimizer = optimizer
@@ -193,11 +195,14 @@ class Tap:
 
     def _read_groups(self) -> None:
         groups = self.optimizer.param_groups
-        self.params: list[torch.Tensor] = [p for g in groups for p in g["params"]]
+        self.group_uids, uid_of = self._uids_now()
+        self._all: list[torch.Tensor] = [p for g in groups for p in g["params"]]
+        self.params = [p for p in self._all if id(p) in uid_of]
         self.group_sizes = [len(g["params"]) for g in groups]
-        self.group_uids = self._uids_now()
         self.uids = [uid for group in self.group_uids for uid in group]
-        self.param_bytes = sum(p.numel() * p.element_size() for p in self.params)
+        self._is_sharded = any(map(sharding.is_sharded, self._all))
+        self._grad_of: Callable[[Any], Any] = sharding.local_grad if self._is_sharded else _grad
+        self.param_bytes = sum(p.numel() * p.element_size() for p in map(sharding.local, self.params))
         self.overwrite = self.overwrite or _is_broken_in_torch(self.optimizer)
         self._hyper_bytes = self._encode_hyper()
         self._hyper_values: list[Any] = []
@@ -207,7 +212,7 @@ class Tap:
         """Whether parameters were added, removed or regrouped."""
         groups = self.optimizer.param_groups
         return [len(g["params"]) for g in groups] != self.group_sizes or not all(
-            map(is_, chain.from_iterable([g["params"] for g in groups]), self.params)
+            map(is_, chain.from_iterable([g["params"] for g in groups]), self._all)
         )
 
     def regroup(self) -> None:
@@ -269,11 +274,13 @@ class Tap:
 
     def _before_step(self, args: Any, kwargs: Any) -> Any:
         self._recorder.before_update(self)
+        if self._is_sharded:
+            self._sum_partial()
         self._learn()
         self._grads = self._copies = None
         self._take_after, self._scale, self._skipped, self._steady = False, None, False, False
         if self._trials_left > 0 and not self.overwrite:
-            self._trial = Trial(self.name, self.optimizer, self.uids, self.group_uids)
+            self._trial = Trial(self.name, self.optimizer, self.params, self.uids, self.group_uids)
         closure = kwargs.get("closure") if "closure" in kwargs else (args[1] if len(args) > 1 else None)
         if closure is None or self.overwrite:
             self._take()
@@ -290,11 +297,17 @@ class Tap:
             return args, {**kwargs, "closure": wrapped}
         return (args[0], wrapped, *args[2:]), kwargs
 
+    def _sum_partial(self) -> None:
+        """Gradients that the step would sum over ranks (SequenceParallel's) are summed now: the one collective of ours."""
+        for p in self._all:
+            if p.grad is not None and sharding.is_partial(p.grad):
+                p.grad = p.grad.redistribute(placements=p.placements)  # type: ignore[attr-defined]
+
     def _take(self, *, has_closure: bool = False) -> None:
         """The gradients that are about to be consumed. (A closure may be called again: then these were not the last.)"""
         if self.overwrite:
             return
-        self._grads = list(map(_grad, self.params))
+        self._grads = list(map(self._grad_of, self.params))
         scale = getattr(self.optimizer, "grad_scale", None)
         found_inf = getattr(self.optimizer, "found_inf", None)
         if found_inf is not None and float(found_inf) != 0.0:
@@ -358,7 +371,7 @@ class Tap:
         """
         assert self._grads is not None
         seal = Seal()
-        self._held = _Held(self.params, self._grads, seal, self._versions)
+        self._held = _Held(self.params, self._grads, seal, self._versions, grad_of=self._grad_of)
         self._held.update = update = PendingUpdate(self.name, self.uids, self._grads, seal, num_bytes=self.param_bytes)
         self._recorder.put(update)
 
@@ -374,7 +387,7 @@ class Tap:
             if self._held is None:
                 self._hand_over_steady()
             return
-        now: list[torch.Tensor | None] = list(map(_grad, self.params))
+        now: list[torch.Tensor | None] = list(map(self._grad_of, self.params))
         if self._take_after:
             self._grads, self._versions = now, _versions_of(now)
             if self._must_copy():
@@ -382,7 +395,7 @@ class Tap:
         deviation = self._compare(now)
         if self._copies is not None:
             update = PendingUpdate(self.name, self.uids, self._copies, None, self._scale, num_bytes=self.param_bytes)
-            self._held = _Held(self.params, self._grads, None)
+            self._held = _Held(self.params, self._grads, None, grad_of=self._grad_of)
             if self._deviations < MAX_DEVIATIONS:
                 self._held.copies = [c for c in self._copies if c is not None]
         elif deviation:
@@ -395,7 +408,7 @@ class Tap:
             self._never_shared = not shared
             update = PendingUpdate(self.name, self.uids, grads, seal, num_bytes=self.param_bytes)
             kept = [None if s else g for g, s in zip(self._grads, shared, strict=True)] if shared else grads
-            self._held = _Held(self.params, kept, seal)
+            self._held = _Held(self.params, kept, seal, grad_of=self._grad_of)
         if self._trial is not None:
             self._try(update)
             if self.overwrite:
@@ -488,7 +501,7 @@ class Tap:
             left = [
                 uid
                 for uid, p, g in zip(self._uids_of(held), held.params, held.grads, strict=True)
-                if p.grad is g and g is not None and not g.is_sparse
+                if self._grad_of(p) is g and g is not None and not g.is_sparse
             ]
             # If they have been added to by now, what they were at the commit is no longer known.
             held.seal.also = [PendingCarry("consumed" if held.untouched() else "lost", left)]
@@ -508,7 +521,7 @@ class Tap:
             self._recorder.dispose(held.grads)
         if self._at_commit:
             same = any(
-                g is not None and p.grad is g for p, g in zip(self.params, self._at_commit, strict=True)
+                g is not None and self._grad_of(p) is g for p, g in zip(self.params, self._at_commit, strict=True)
             )
             self._carries = same
             self._carry_seen += 1
@@ -543,7 +556,9 @@ class Tap:
 
     def result_items(self) -> list[Item]:
         """Parameters and state as they are now."""
-        items: list[Item] = [PendingTensor(u, p.detach().clone()) for u, p in zip(self.uids, self.params, strict=True)]
+        items: list[Item] = [
+            PendingTensor(u, sharding.local(p).detach().clone()) for u, p in zip(self.uids, self.params, strict=True)
+        ]
         return items + self.state_items()
 
     def state_items(self) -> list[Item]:
@@ -551,9 +566,8 @@ class Tap:
         items: list[Item] = []
         for uid, p in zip(self.uids, self.params, strict=True):
             values = state.get(p)
-            items.append(
-                PendingState(self.name, uid, None if values is None else tree.freeze(dict(values), path=self.name))
-            )
+            frozen = None if values is None else tree.freeze(sharding.local_values(values), path=self.name)
+            items.append(PendingState(self.name, uid, frozen))
         other = {k: v for k, v in state.items() if not isinstance(k, torch.Tensor)}
         if other:
             items.append(PendingState(self.name, 0, tree.freeze(other, path=self.name)))
@@ -571,7 +585,7 @@ class Tap:
             return []
         held = self._held
         consumed = {} if held is None else {id(g): v for g, v in zip(held.grads, held.versions, strict=True)}
-        self._at_commit = [p.grad for p in self.params]
+        self._at_commit = list(map(self._grad_of, self.params))
         kinds: dict[int, str] = {}
         items: list[Item] = []
         for uid, g in zip(self.uids, self._at_commit, strict=True):
@@ -618,7 +632,7 @@ class Tap:
         return all(
             by is not None and by._version == version
             for (uid, version) in self._carry_versions.items()
-            for by in (dict(zip(self.uids, self.params, strict=True))[uid].grad,)
+            for by in (self._grad_of(dict(zip(self.uids, self.params, strict=True))[uid]),)
         )
 
     def carried_now(self) -> list[tuple[int, str, torch.Tensor]]:
@@ -626,7 +640,7 @@ class Tap:
         by_uid = dict(zip(self.uids, self.params, strict=True))
         found = []
         for uid, kind in self._carry_kinds.items():
-            grad = by_uid[uid].grad if uid in by_uid else None
+            grad = self._grad_of(by_uid[uid]) if uid in by_uid else None
             if grad is not None:
                 found.append((uid, kind, grad))
         return found
@@ -635,7 +649,7 @@ class Tap:
         """Whether gradients have appeared or grown since the last update: an accumulation is under way."""
         held = self._held
         consumed = {} if held is None else {id(g): v for g, v in zip(held.grads, held.versions, strict=True)}
-        return any(g is not None and consumed.get(id(g)) != g._version for g in map(_grad, self.params))
+        return any(g is not None and consumed.get(id(g)) != g._version for g in map(self._grad_of, self.params))
 
     def reset_after_exception(self) -> bool:
         """Whether a step raised before its post-hook: what it changed is unknown, and is stored as it is."""

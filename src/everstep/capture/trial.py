@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from everstep import tree
+from everstep import sharding, tree
 from everstep.atoms import Layout, OptimizerSpec
 from everstep.capture.pending import PendingUpdate
 from everstep.fold import Folder, OptimizerState, State, class_name
@@ -48,15 +48,17 @@ class _MemoryFrame:
 class Trial:
     """The state before an update, copied, to be replayed and compared after it."""
 
-    def __init__(self, name: str, optimizer: Optimizer, uids: list[int], groups: list[tuple[int, ...]]) -> None:
+    def __init__(
+        self, name: str, optimizer: Optimizer, params: list[torch.Tensor], uids: list[int], groups: list[tuple[int, ...]]
+    ) -> None:
         self._name, self._optimizer, self._uids, self._groups = name, optimizer, uids, groups
-        self._params = [p for g in optimizer.param_groups for p in g["params"]]
+        self._params = params
         self._hyper = [tree.pack({k: v for k, v in g.items() if k != "params"}, path=name) for g in optimizer.param_groups]
-        self._before = {u: _copy(p) for u, p in zip(uids, self._params, strict=True)}
+        self._before = {u: _copy(sharding.local(p)) for u, p in zip(uids, params, strict=True)}
         self._state: dict[int, Any] = {}
-        for u, p in zip(uids, self._params, strict=True):
+        for u, p in zip(uids, params, strict=True):
             if p in optimizer.state:
-                self._state[u] = tree.freeze(dict(optimizer.state[p]), path=name)
+                self._state[u] = tree.freeze(sharding.local_values(optimizer.state[p]), path=name)
 
     def differs(self, update: PendingUpdate) -> str:
         """In words, how a replay differs from what the live optimizer just did; empty if every bit is equal."""
@@ -79,9 +81,9 @@ class Trial:
     def _compare(self, state: State) -> str:
         folded = state.optimizers[self._name].state
         for uid, p in zip(self._uids, self._params, strict=True):
-            if not same_bits(p.detach(), state.tensors[uid]):
+            if not same_bits(sharding.local(p).detach(), state.tensors[uid]):
                 return "the replayed parameters differ"
-            live = self._optimizer.state.get(p) if p in self._optimizer.state else None
+            live = sharding.local_values(self._optimizer.state[p]) if p in self._optimizer.state else None
             mine = folded.get(uid)
             if (live is None) != (mine is None):
                 return "the replayed state has other entries"

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from everstep import tree
+from everstep import sharding, tree
 from everstep.atoms import PIECE_ELEMENTS, state_uid
 from everstep.capture.pending import Item, PendingState, PendingTensor, PendingTensors
 from everstep.memory import Bytes, plain, view_bytes
@@ -205,7 +205,7 @@ class Watch:
             for key, value in values.items():
                 if isinstance(value, torch.Tensor) and value.layout is torch.strided and isinstance(key, str):
                     uid = state_uid(name, param, key)
-                    w = Watched(uid, value, f"{name}: {key} of {labels[param]}", (name, param, key))
+                    w = Watched(uid, sharding.local(value), f"{name}: {key} of {labels[param]}", (name, param, key))
                     w.volatile = uid in self._volatile
                     found.append(w)
         self._states[name] = found
@@ -416,12 +416,13 @@ class Watch:
                 self.hidden_edits.append(w.label)
 
     def _state_items(self, touched: Iterable[tuple[str, int]]) -> list[Item]:
-        by_uid = self._inventory.tensors
+        by_uid = self._inventory.live
         items: list[Item] = []
         for name, uid in touched:
             p = by_uid.get(uid)
             values = None if p is None else self._optimizers[name].state.get(p)
-            items.append(PendingState(name, uid, None if values is None else tree.freeze(dict(values), path=name)))
+            frozen = None if values is None else tree.freeze(sharding.local_values(values), path=name)
+            items.append(PendingState(name, uid, frozen))
             self._state_versions[name] = list(map(_versions, self._state_tensors[name]))
         return items
 

@@ -21,11 +21,13 @@ def plan_restore(
     """Print the base and the frames that restoring a step would read. Reads no tensor."""
     from everstep.restore.history import History
 
-    plan = History(run).plan("latest" if step is None else step, timeline=timeline)
+    plans = History(run).plans("latest" if step is None else step, timeline=timeline)
     if json:
-        print_json(describe(plan))
-    else:
-        print(plan)
+        told = describe(plans[0])
+        print_json(told if len(plans) == 1 else {**told, "ranks": [describe(plan) for plan in plans]})
+        return
+    for rank, plan in enumerate(plans):
+        print(plan if len(plans) == 1 else f"rank {rank}: {plan}")
 
 
 def describe(plan: Plan) -> dict[str, Any]:

@@ -27,6 +27,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("run")
     parser.add_argument("--timeline", type=int, required=True)
     parser.add_argument("--generation", type=int, required=True)
+    parser.add_argument("--rank", type=int, default=0, help="whose part of the run")
     parser.add_argument("--direct", action="store_true")
     parser.add_argument("--register", action="append", default=[], help="module:Class of an optimizer to import")
     args = parser.parse_args(argv)
@@ -44,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     for name in args.register:
         module, _, qualname = name.partition(":")
         register(getattr(importlib.import_module(module), qualname))
-    compactor = Compactor(RunPath(args.run), args.timeline, args.generation)
+    compactor = Compactor(RunPath(args.run, args.rank), args.timeline, args.generation)
     print(json.dumps({"event": "ready"}), flush=True)
     for line in sys.stdin:
         command: dict[str, Any] = json.loads(line)

@@ -100,7 +100,9 @@ class Held:
         if newest > self.generation:
             raise CorruptionError(f"generation {self.generation} has been superseded by {newest}: nothing was written")
         slots, tensors, fields = describe(state)
-        writer = BaseWriter(self._path.bases(self.timeline), state.step, slots, direct=direct)
+        writer = BaseWriter(
+            self._path.bases(self.timeline), state.step, slots, direct=direct, rank=self._path.rank
+        )
         for index in writer.order:
             writer.add(tensors[index])
         self._sync_log()
@@ -153,7 +155,7 @@ class Compactor(Held):
             file = os.path.join(folder, name)
             segment = line.segments.get(file)
             if segment is None:
-                segment = line.segments[file] = Segment(file, line.listing.run.run, 0, *parsed)
+                segment = line.segments[file] = Segment(file, line.listing.run.run, self._path.rank, *parsed)
             if segment.end is None:
                 segment.scan()
                 for frame in segment.frames:

@@ -26,6 +26,7 @@ from everstep.store import files, retention
 from everstep.store.bases import MANIFEST
 from everstep.store.retention import Retention, StoredBase, StoredSegment
 from everstep.store.runs import RunPath
+from everstep.store.segments import Segment
 
 MAX_LAG = 4
 """In base intervals: when the follower is further behind, the trainer takes the base itself."""
@@ -39,8 +40,9 @@ class Keeper:
 
     def __init__(
         self, path: RunPath, timeline: int, generation: int, step: int, policy: Retention, interval: int, *,
-        follower: bool, optimizers: Mapping[str, Optimizer], say: Callable[[str], None],
+        follower: bool, optimizers: Mapping[str, Optimizer], say: Callable[[str], None], world_size: int = 1,
     ) -> None:  # fmt: skip
+        self._world_size = world_size
         self._say = say
         self._told_of_lag = False
         self._path = path
@@ -234,7 +236,7 @@ class Keeper:
         self._followers += 1
         command = [
             sys.executable, "-m", "everstep.follow", self._path.path, "--timeline", str(self._timeline),
-            "--generation", str(self._generation),
+            "--generation", str(self._generation), "--rank", str(self._path.rank),
         ]  # fmt: skip
         if files.supports_direct(self._path.bases(self._timeline)):
             command.append("--direct")
@@ -250,6 +252,9 @@ class Keeper:
     def _retain(self) -> None:
         self._retained = self.base_step
         bases, segments = stored(self._path, self._timeline)
+        if self._world_size > 1:
+            complete = complete_step(self._path, self._timeline, self._generation, self._world_size)
+            bases = [b for b in bases if b.step <= complete]  # what the others lack could still be asked of this rank
         removal = retention.plan_removal(self._policy, bases, segments, self._durable)
         if not removal.num_bytes:
             return
@@ -281,6 +286,22 @@ def stored(path: RunPath, timeline: int) -> tuple[list[StoredBase], list[StoredS
         for (_, first, file), (_, following, _) in itertools.pairwise(names)
     ]
     return found, segments
+
+
+def complete_step(path: RunPath, timeline: int, generation: int, world_size: int) -> int:
+    """A step that every rank's log of this generation has reached; -1 if one has none."""
+    found = []
+    run = path.read_run().run
+    for rank in range(world_size):
+        part = path.part(rank)
+        parsed = [(*p, n) for n in files.listing(part.log(timeline)) if (p := parse_name(n)) and p[0] == generation]
+        if not parsed:
+            return -1
+        _, first, name = max(parsed)
+        segment = Segment(os.path.join(part.log(timeline), name), run, rank, generation, first).scan()
+        last = segment.frames[-1].step if segment.frames else first - 1
+        found.append(segment.durable_step if segment.durable_step >= 0 else last)
+    return min(found)
 
 
 def _newest_base(path: RunPath, timeline: int) -> int:

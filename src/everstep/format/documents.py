@@ -43,6 +43,8 @@ class TimelineDocument(msgspec.Struct):
     parent: int | None = None
     parent_generation: int | None = None
     fork_step: int | None = None
+    own_bases: bool = False
+    """Its ranks hold other parts than the parent's: its steps stand on bases of its own, and no frame leads into it."""
 
 
 class GenerationDocument(msgspec.Struct):
@@ -62,6 +64,8 @@ class GenerationDocument(msgspec.Struct):
     """The step given to resume(step=n), when that opened this timeline."""
     log: str = "disk"
     """`memory`: its frames are in the memory of a host (mode="shadow"), and are not missed when that is lost."""
+    holding: str = ""
+    """A hash of which rank holds which boxes: frames go on from those of a generation that has the same."""
 
 
 class KeptDocument(msgspec.Struct):

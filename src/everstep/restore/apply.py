@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from everstep import tree
+from everstep import sharding, tree
 from everstep.atoms import Atom
 from everstep.errors import MismatchError
-from everstep.fold import State, class_name
-from everstep.naming import Inventory, take_inventory
+from everstep.fold import OptimizerState, State, class_name
+from everstep.naming import Inventory, outer_of, take_inventory
 
 
 def check_fits(state: State, models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]) -> Inventory:
@@ -72,7 +73,9 @@ def _made_by_optimizer(atom: Atom, state: State) -> bool:
 def _compare_groups(state: State, live: Inventory, name: str) -> list[str]:
     labels = {**state_labels(state), **live.labels()}
     saved, now = state.optimizers[name].params, live.groups[name]
-    problems = []
+    problems: list[str] = []
+    if _can_regroup(state.optimizers[name], now):
+        return []
     for i, (a, b) in enumerate(zip(saved, now, strict=False)):
         if sorted(a) != sorted(b):
             only_saved = [labels.get(u, str(u)) for u in a if u not in b]
@@ -91,6 +94,29 @@ def _compare_groups(state: State, live: Inventory, name: str) -> list[str]:
         if missing:
             problems.append(f"optimizer {name!r}, group {i} of the run has no parameters here: {', '.join(missing)}")
     return problems
+
+
+def _can_regroup(saved: OptimizerState, now: Sequence[tuple[int, ...]]) -> bool:
+    """Whether the same parameters are merely grouped in another way, each with the hyperparameters it had."""
+    hyper = {uid: h for uids, h in zip(saved.params, saved.hyper, strict=False) for uid in uids}
+    uids = [uid for group in now for uid in group]
+    return (
+        sorted(uids) == sorted(hyper)
+        and all(now)
+        and all(_equal(hyper[group[0]], hyper[uid]) for group in now for uid in group)
+    )
+
+
+def _equal(a: Any, b: Any) -> bool:
+    return msgspec.msgpack.encode(a) == msgspec.msgpack.encode(b)
+
+
+def _as_grouped(saved: OptimizerState, now: Sequence[tuple[int, ...]]) -> OptimizerState:
+    """What was saved in the groups that there are now, if it fits them."""
+    if [sorted(g) for g in saved.params] == [sorted(g) for g in now] or not _can_regroup(saved, now):
+        return saved
+    hyper = {uid: h for uids, h in zip(saved.params, saved.hyper, strict=True) for uid in uids}
+    return OptimizerState(saved.spec, [hyper[group[0]] for group in now], list(now), saved.state)
 
 
 def state_labels(state: State) -> dict[int, str]:
@@ -113,9 +139,10 @@ def apply(state: State, models: Mapping[str, nn.Module], optimizers: Mapping[str
                 if place.uid == uid:
                     place.container[place.key] = value.clone().to(tensor.device)
         if saved[uid].role == "param":
-            tensor.requires_grad_(saved[uid].requires_grad)
+            param = live.live[uid]
+            param.requires_grad_(saved[uid].requires_grad)
             carried = state.carried.get(uid)
-            tensor.grad = None if carried is None else carried.clone().to(tensor.device)
+            param.grad = None if carried is None else sharding.like(carried.clone().to(tensor.device), param)
     for name, optimizer in optimizers.items():
         _apply_optimizer(state, live, name, optimizer)
 
@@ -126,11 +153,11 @@ def _overlaps(tensor: torch.Tensor) -> bool:
 
 
 def _apply_optimizer(state: State, live: Inventory, name: str, optimizer: Optimizer) -> None:
-    saved = state.optimizers[name]
+    saved = _as_grouped(state.optimizers[name], live.groups[name])
     hyper = [tree.unpack(h) for h in saved.hyper]
     del optimizer.param_groups[len(saved.params) :]
     for i, uids in enumerate(saved.params):
-        params = [live.tensors[u] for u in uids]
+        params = [live.live[u] for u in uids]
         if i == len(optimizer.param_groups):
             optimizer.add_param_group({"params": params, **hyper[i]})
         group = optimizer.param_groups[i]
@@ -151,14 +178,18 @@ def _apply_optimizer(state: State, live: Inventory, name: str, optimizer: Optimi
         if uid == 0:
             optimizer.state.update(values)  # type: ignore[arg-type]
         else:
-            p = live.tensors[uid]
+            p = live.live[uid]
             optimizer.state[p] = {k: _placed(v, p) for k, v in values.items()}
+    outer = outer_of(optimizer)
+    if outer is not None:  # its groups are copied into the inner one's before every step
+        for group, values in zip(outer.param_groups, optimizer.param_groups, strict=True):
+            group.update({k: v for k, v in values.items() if k != "params"})
 
 
 def _placed(value: Any, p: torch.Tensor) -> Any:
-    if isinstance(value, torch.Tensor) and value.dim() and p.device.type != "cpu":
-        return value.to(p.device)
-    return value
+    if not isinstance(value, torch.Tensor):
+        return value
+    return sharding.like(value.to(p.device) if value.dim() and p.device.type != "cpu" else value, p)
 
 
 def public_state(state: State, extras: dict[str, Any]) -> dict[str, Any]:

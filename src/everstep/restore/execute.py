@@ -6,12 +6,13 @@ import contextlib
 import gc
 import itertools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -24,7 +25,9 @@ from everstep.fold import Folder, Live, OptimizerState, State
 from everstep.format.documents import Manifest
 from everstep.frame import Footer, SetGroups, SetLayout, audit_entries
 from everstep.memory import plain, view_bytes, with_strides
+from everstep.restore import parts
 from everstep.restore.apply import check_fits
+from everstep.restore.parts import PartFrame
 from everstep.restore.plan import Line, Plan, describe_steps
 from everstep.store import bases, files
 from everstep.store.segments import StoredFrame
@@ -46,14 +49,17 @@ class Restored:
 
 def restore(
     line: Line, step: int, *, live: Live | None = None, num_workers: int | None = None,
-    progress: Progress | None = None,
+    progress: Progress | None = None, only: Set[int] | None = None,
 ) -> Restored:  # fmt: skip
-    """S(step), every bit verified, from the cheapest plan that is not damaged."""
+    """S(step), every bit verified, from the cheapest plan that is not damaged.
+
+    `only`: of parameters and buffers these alone, with what optimizers know of them; nothing else is read.
+    """
     failures: list[CorruptionError] = []
     for plan in line.plans(step):
         try:
             with _no_gc():
-                return _execute(line, plan, live, num_workers or os.cpu_count() or 1, progress)
+                return _execute(line, plan, live, num_workers or os.cpu_count() or 1, progress, only)
         except CorruptionError as e:
             failures.append(e)
     raise _with_alternatives(line, failures[0])
@@ -103,20 +109,27 @@ def check_before_replay(
             raise
 
 
-def _execute(line: Line, plan: Plan, live: Live | None, num_workers: int, progress: Progress | None) -> Restored:
-    frames, readers = open_frames(line, plan)
+def _execute(
+    line: Line, plan: Plan, live: Live | None, num_workers: int, progress: Progress | None, only: Set[int] | None
+) -> Restored:
+    stored, readers = open_frames(line, plan)
+    frames: Sequence[StoredFrame | PartFrame] = stored
+    find_layout = layout_finder(line)
+    if only is not None:
+        frames = [PartFrame(f, only) for f in stored]
+        find_layout = parts.part_finder(find_layout, only)
     state: State | None = None
     try:
-        state = begin_base(plan, num_workers)
+        state = begin_base(plan, num_workers, only)
         told = None if progress is None else (lambda done, total: progress("replay", done, total))
         for threads, part in groupby(frames, lambda f: num_threads(line, f)):
             Folder(
-                find_layout=layout_finder(line), live=live, num_threads=threads, num_workers=num_workers, progress=told,
+                find_layout=find_layout, live=live, num_threads=threads, num_workers=num_workers, progress=told,
             ).fold(state, list(part))  # fmt: skip
         state.need_all()
         if frames:
             state.cursor = frames[-1].cursor()
-            bad = audit(state, frames[-1].footer, num_workers)
+            bad = audit(state, frames[-1].footer, num_workers, is_part=only is not None)
             if bad:
                 raise _audit_error(line, plan, live, bad)
         recorded = _fingerprint(line, plan) or plan.base.fingerprint
@@ -136,7 +149,7 @@ def _fingerprint(line: Line, plan: Plan) -> dict[str, Any]:
     return {}
 
 
-def num_threads(line: Line, frame: StoredFrame) -> int:
+def num_threads(line: Line, frame: StoredFrame | PartFrame) -> int:
     """Of the process that wrote this frame."""
     header = line.segments[frame.entry.path].header
     return 1 if header is None else int(header.fingerprint.get("num_threads", 1))
@@ -185,7 +198,7 @@ def load_base(plan: Plan, num_workers: int) -> State:
     return state
 
 
-def begin_base(plan: Plan, num_workers: int) -> State:
+def begin_base(plan: Plan, num_workers: int, only: Set[int] | None = None) -> State:
     """S(base step) whose tensors get their values when they are needed. The caller closes it."""
     reader = bases.BaseReader(plan.base_folder, plan.base)
     loading = reader.load()
@@ -199,7 +212,12 @@ def begin_base(plan: Plan, num_workers: int) -> State:
     except BaseException:
         reader.close()
         raise
-    state.loading = _Loading(reader, loading, {id(t): i for i, t in enumerate(tensors)}, num_workers)
+    index_of = {id(t): i for i, t in enumerate(tensors)}
+    if only is not None:
+        parts.keep(state, only)
+        held = {id(t) for t in parts.tensors_of(state)}
+        index_of = {i: index for i, index in index_of.items() if i in held}
+    state.loading = _Loading(reader, loading, index_of, num_workers)
     return state
 
 
@@ -220,7 +238,7 @@ class _Loading:
             self._loading.need(index)
 
     def need_all(self) -> None:
-        self._loading.need_all(self._num_workers)
+        self._loading.need_all(self._num_workers, list(self._index_of.values()))
 
     def close(self) -> None:
         self._reader.close()
@@ -262,10 +280,15 @@ def audited_tensors(state: State) -> dict[int, tuple[str, torch.Tensor]]:
     return found
 
 
-def audit(state: State, footer: Footer, num_workers: int = 1) -> list[str]:
-    """Labels of the tensors whose hashes differ from those in the frame that made this state."""
+def audit(state: State, footer: Footer, num_workers: int = 1, *, is_part: bool = False) -> list[str]:
+    """Labels of the tensors whose hashes differ from those in the frame that made this state.
+
+    `is_part`: the frame tells of more than the state has.
+    """
     entries = audit_entries(footer)
     known = audited_tensors(state)
+    if is_part:
+        entries = entries[np.isin(entries["uid"], np.array(list(known), np.uint64))]
     by_uid: dict[int, list[tuple[int, int]]] = {}
     for uid, piece, expected in zip(
         entries["uid"].tolist(), entries["piece"].tolist(), entries["hash"].tolist(), strict=True

@@ -14,19 +14,18 @@ from everstep import cursor as cursors
 from everstep.errors import AuditError, CorruptionError, EverstepError, UsageError
 from everstep.fold import Folder
 from everstep.frame import SetLayout
-from everstep.naming import named
+from everstep.naming import named, take_inventory
 from everstep.restore.apply import apply, public_state
 from everstep.restore.execute import (
-    Restored,
     audit,
     check_chain,
     layout_finder,
     load_base,
     num_threads,
     open_frames,
-    restore,
 )
-from everstep.restore.plan import Line, Plan, describe_steps, line_of
+from everstep.restore.join import Joint, Source, fetch, joint_of, order_like
+from everstep.restore.plan import Line, Plan, describe_steps
 from everstep.store.bases import check_base
 from everstep.store.runs import RunPath, read_listing
 
@@ -70,8 +69,8 @@ class History:
         self._path.must_exist()
         self._path.read_run()
 
-    def _line(self, timeline: int | None = None) -> Line:
-        return line_of(read_listing(self._path), timeline=self._timeline if timeline is None else timeline)
+    def _joint(self, timeline: int | None = None) -> Joint:
+        return joint_of(self._path, timeline=self._timeline if timeline is None else timeline)
 
     @property
     def path(self) -> str:
@@ -80,20 +79,26 @@ class History:
     @property
     def steps(self) -> list[int]:
         """Every restorable step of the line, ancestors included."""
-        return self._line().steps()
+        return self._joint().steps()
 
     @property
     def timelines(self) -> list[int]:
         return sorted(read_listing(self._path).timelines)
 
-    def plan(self, step: Step = "latest", *, timeline: int | None = None) -> Plan:
-        """How a step would be restored; print it."""
-        line = self._line(timeline)
-        return line.plans(_step(line, step))[0]
+    def plan(self, step: Step = "latest", *, timeline: int | None = None, rank: int = 0) -> Plan:
+        """How a step would be restored, as far as this rank wrote it; print it."""
+        return self.plans(step, timeline=timeline)[rank]
+
+    def plans(self, step: Step = "latest", *, timeline: int | None = None) -> list[Plan]:
+        """The same for every rank that wrote it."""
+        joint = self._joint(timeline)
+        at = _step(joint, step)
+        return [line.plans(at)[0] for line in joint.find(at).lines]
 
     def state(self, step: Step = "latest", *, timeline: int | None = None) -> dict[str, Any]:
         """S(step) as nested dicts of whole tensors: `model`, `optimizer`, `extras`."""
-        restored = self._restore(step, timeline)
+        source = self._source(step, timeline)
+        restored = fetch(source, source.whole())
         return public_state(restored.state, cursors.decode(restored.state.cursor)["extras"])
 
     def restore(
@@ -103,7 +108,13 @@ class History:
         """Put S(step) into these objects; returns the step. Nothing on disk changes; RNG is left alone."""
         models, optimizers = named(model, nn.Module, "model"), named(optimizer, Optimizer, "optimizer")
         given = cursors.check_extras(extras)
-        restored = self._restore(step, timeline, optimizers)
+        live = take_inventory(models, optimizers)
+        source = self._source(step, timeline)
+        if source.era.world_size == 1 and not any(atom.boxes for atom in live.layout.atoms):
+            restored = fetch(source, source.whole(), live=optimizers)
+        else:
+            restored = fetch(source, {a.uid: a.box for a in live.layout.atoms}, live=optimizers)
+            order_like(restored.state, live)
         saved = cursors.decode(restored.state.cursor)["extras"]
         if given:
             cursors.check_same_extras(given, saved)
@@ -111,14 +122,29 @@ class History:
         cursors.load_extras(given, saved)
         return restored.state.step
 
-    def _restore(self, step: Step, timeline: int | None, live: dict[str, Optimizer] | None = None) -> Restored:
-        line = self._line(timeline)
-        return restore(line, _step(line, step), live=live)
+    def _source(self, step: Step, timeline: int | None) -> Source:
+        joint = self._joint(timeline)
+        at = _step(joint, step)
+        return Source(joint.find(at), at)
 
     def verify(self, *, deep: bool = False, progress: Callable[[int, int], None] | None = None) -> Report:
         """Check every checksum of the newest line; `deep` also replays every step against its audit."""
         report = Report(deep=deep)
-        line = self._line()
+        proven: list[int | None] = []
+        for era in self._joint().eras:
+            for line in era.lines:
+                self._verify_line(report, line, deep, progress)
+                if era.high is None:
+                    proven.append(report.proven_step)
+                report.proven_step = None
+        known = [n for n in proven if n is not None]
+        report.proven_step = min(known) if len(known) == len(proven) else None
+        return report
+
+    def _verify_line(
+        self, report: Report, line: Line, deep: bool, progress: Callable[[int, int], None] | None
+    ) -> None:
+        """What one rank has written."""
         report.problems += line.problems
         for step, (manifest, folder) in sorted(line.bases.items()):
             report.num_bases += 1
@@ -138,7 +164,6 @@ class History:
                 report.notes.append(f"{segment.path}: {segment.torn_bytes} bytes of an unfinished step at its end")
         if deep:
             _verify_deep(report, line)
-        return report
 
     def __repr__(self) -> str:
         try:
@@ -147,9 +172,9 @@ class History:
             return f"<everstep.History {self.path}: {e}>"
 
 
-def _step(line: Line, step: Step) -> int:
+def _step(joint: Joint, step: Step) -> int:
     if step == "latest":
-        return line.latest()
+        return joint.latest()
     if not isinstance(step, int) or isinstance(step, bool) or step < 0:
         raise UsageError(f"step must be 'latest' or a number from 0 on, not {step!r}")
     return step

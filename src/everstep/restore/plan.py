@@ -185,6 +185,14 @@ def line_of(listing: Listing, *, timeline: int | None = None, check_tail: bool =
     return _line(listing, generations, generations[max(numbers)], check_tail)
 
 
+def line_to(listing: Listing, generation: int) -> Line:
+    """The line of one generation and all it goes on from."""
+    generations = listing.generations()
+    if generation not in generations:
+        raise CorruptionError(f"generation {generation} of {listing.path.path} is damaged or missing")
+    return _line(listing, generations, generations[generation], check_tail=True)
+
+
 def _check_no_newer_damaged(listing: Listing, newest: int) -> None:
     for timeline in listing.timelines:
         for name in os.listdir(listing.path.generations(timeline)):
@@ -221,6 +229,10 @@ def _line(
         if document.parent is None:
             break
         parent = generations.get(document.parent)
+        if listing.timelines[document.timeline].document.own_bases and (
+            parent is None or parent.timeline != document.timeline
+        ):
+            break  # what came before is in other parts: see join.py
         if parent is None:
             broken.append(f"generation {document.parent} of {listing.path.path} is damaged or missing")
         document = parent
@@ -233,7 +245,10 @@ def _line(
         line.gaps += [(first, last if span.high is None else min(last, span.high)) for first, last in gaps]
         if span.in_memory:
             line.gaps.append((span.low + 1, sys.maxsize if span.high is None else span.high))
-        if span.low and not (before is not None and before.in_memory):
+        begins = before is None and timeline.document.own_bases
+        if begins:
+            line.horizon = max(line.horizon, span.low)
+        if span.low and not begins and not (before is not None and before.in_memory):
             line.durable_step = max(line.durable_step, span.low)
         dead = {
             problem

@@ -29,7 +29,6 @@ from everstep.memory import Bytes, Scratch, dtype_name, dtype_named, is_aligned,
 from everstep.store import files
 
 MANIFEST = "manifest.json"
-RANK_FILE = "rank-00000.safetensors"
 _READ_BYTES = 4 << 20
 _numbers = itertools.count()
 _SAFETENSORS = {
@@ -71,6 +70,10 @@ class Slot:
         return n
 
 
+def rank_file(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
+
+
 def base_folder(bases: str, step: int) -> str:
     return os.path.join(bases, f"{step:012d}")
 
@@ -78,7 +81,8 @@ def base_folder(bases: str, step: int) -> str:
 class BaseWriter:
     """Writes one base. Not there at all until finish() returns; a crash before leaves only litter."""
 
-    def __init__(self, bases: str, step: int, slots: Sequence[Slot], *, direct: bool) -> None:
+    def __init__(self, bases: str, step: int, slots: Sequence[Slot], *, direct: bool, rank: int = 0) -> None:
+        self._name = rank_file(rank)
         self.folder = base_folder(bases, step)
         self._temporary = f"{self.folder}.{os.getpid()}-{next(_numbers)}.tmp"
         # Multiples of 64 bytes first, then large element sizes: then all are aligned though safetensors allows no holes.
@@ -91,7 +95,7 @@ class BaseWriter:
         header, offsets = _header([slots[i] for i in order])
         self._stored: list[StoredTensor | None] = [None] * len(slots)
         self._offsets = dict(zip(order, offsets, strict=True))
-        self._file = files.Appender(os.path.join(self._temporary, RANK_FILE), direct=direct)
+        self._file = files.Appender(os.path.join(self._temporary, self._name), direct=direct)
         self._file.put(np.frombuffer(header, np.uint8))
 
     def add(self, tensor: torch.Tensor) -> None:
@@ -130,7 +134,7 @@ class BaseWriter:
         self._file.close(sync=True)
         cursor: bytes = fields.pop("cursor")
         manifest = Manifest(
-            tensors=tuple(self.stored()), files={RANK_FILE: size},
+            tensors=tuple(self.stored()), files={self._name: size},
             cursor=base64.b64encode(cursor).decode(), **fields,
         )  # fmt: skip
         files.write_whole(os.path.join(self._temporary, MANIFEST), documents.encode(manifest))
@@ -252,10 +256,10 @@ class Loading:
                     view_bytes(self.tensors[index])[:] = self._bytes[index]
                 self._is_ready[index] = True
 
-    def need_all(self, num_workers: int) -> None:
-        """Return when every tensor has been."""
+    def need_all(self, num_workers: int, indices: Sequence[int]) -> None:
+        """Return when all of these have been."""
         with ThreadPoolExecutor(max(2, num_workers), "everstep-base") as pool:
-            list(pool.map(self.need, range(len(self._stored))))
+            list(pool.map(self.need, indices))
 
 
 class BaseReader:
@@ -264,7 +268,7 @@ class BaseReader:
     def __init__(self, folder: str, manifest: Manifest) -> None:
         self.folder = folder
         self.manifest = manifest
-        path = os.path.join(folder, RANK_FILE)
+        path = os.path.join(folder, next(iter(manifest.files), rank_file(0)))
         try:
             self._reader = files.Reader(path, direct=True)
         except FileNotFoundError:

@@ -40,8 +40,14 @@ _OURS = {RUN_FILE, LOCK_FILE, "timelines", "pool"}
 class RunPath:
     """Where the parts of a run are."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], rank: int = 0) -> None:
+        """`rank`: whose part of it. Documents are the run's; log, bases, retention and lock are a rank's own."""
         self.path = os.path.abspath(os.fspath(path))
+        self.rank = rank
+
+    def part(self, rank: int) -> RunPath:
+        """The same run, seen as another rank's."""
+        return RunPath(self.path, rank)
 
     def run_file(self) -> str:
         return os.path.join(self.path, RUN_FILE)
@@ -59,10 +65,19 @@ class RunPath:
         return os.path.join(self.timeline(timeline), "layouts")
 
     def bases(self, timeline: int) -> str:
-        return os.path.join(self.timeline(timeline), "bases")
+        """Rank 0's are where those of a run of one process are; the others' are below."""
+        folder = os.path.join(self.timeline(timeline), "bases")
+        return os.path.join(folder, f"rank-{self.rank:05d}") if self.rank else folder
 
-    def log(self, timeline: int, rank: int = 0) -> str:
-        return os.path.join(self.timeline(timeline), "log", f"rank-{rank:05d}")
+    def log(self, timeline: int) -> str:
+        return os.path.join(self.timeline(timeline), "log", f"rank-{self.rank:05d}")
+
+    def kept(self, timeline: int) -> str:
+        name = f"kept-{self.rank:05d}.json" if self.rank else "kept.json"
+        return os.path.join(self.timeline(timeline), name)
+
+    def lock(self) -> str:
+        return os.path.join(self.path, f"{LOCK_FILE}-{self.rank:05d}" if self.rank else LOCK_FILE)
 
     def exists(self) -> bool:
         """Whether there is a run here. NotARunError if something else is in the way."""
@@ -79,7 +94,10 @@ class RunPath:
                 f"{self.run_file()} is missing, though there are timelines beside it: this was a run. Put the file back "
                 "from a copy, or give another path"
             )
-        others = [n for n in files.listing(self.path) if n not in _OURS and not n.endswith(".tmp")]
+        others = [
+            n for n in files.listing(self.path)
+            if n not in _OURS and not n.endswith(".tmp") and not n.startswith(f"{LOCK_FILE}-")
+        ]  # fmt: skip
         if others:
             raise NotARunError(
                 f"{self.path} is a folder with other things in it ({', '.join(others[:3])}), not an Everstep run: "
@@ -151,21 +169,30 @@ class RunPath:
 
     def read_kept(self, timeline: int) -> KeptDocument:
         """Which steps may be missing; none if nothing was ever removed."""
-        file = os.path.join(self.timeline(timeline), "kept.json")
+        file = self.kept(timeline)
         try:
             return documents.decode(files.read_whole(file), KeptDocument, file)
         except FileNotFoundError:
             return KeptDocument(0)
 
     def write_kept(self, timeline: int, document: KeptDocument) -> None:
-        files.write_whole(os.path.join(self.timeline(timeline), "kept.json"), documents.encode(document))
+        files.write_whole(self.kept(timeline), documents.encode(document))
+
+    def make_part(self, timeline: int) -> None:
+        """The folders of this rank's own; durable on return."""
+        for folder in (self.bases(timeline), self.log(timeline)):
+            if not os.path.isdir(folder):
+                files.make_dir(folder)
 
     def clean(self, timeline: int) -> None:
         """Remove what crashes have left unfinished: bases without a manifest, temporary files. Only for the writer."""
         for name in files.listing(self.bases(timeline)):
             folder = os.path.join(self.bases(timeline), name)
-            if os.path.isdir(folder) and (name.endswith(".tmp") or bases.MANIFEST not in files.listing(folder)):
+            litter = name.endswith(".tmp") or (name.isdigit() and bases.MANIFEST not in files.listing(folder))
+            if os.path.isdir(folder) and litter:
                 bases.remove_base(folder)
+        if self.rank:
+            return
         for folder in (self.path, self.timeline(timeline), self.generations(timeline), self.layouts(timeline)):
             for name in files.listing(folder):
                 if name.endswith(".tmp"):
@@ -218,7 +245,7 @@ class WriterLock:
     """The right to write a run: it dies with the process, and forked children let go of it at once."""
 
     def __init__(self, path: RunPath) -> None:
-        self._file = os.path.join(path.path, LOCK_FILE)
+        self._file = path.lock()
         self._pid = os.getpid()
         deadline = time.monotonic() + 2.0
         while not self._try(path):
@@ -394,14 +421,15 @@ def _read_timeline(listing: Listing, number: int) -> None:
             continue
         file = os.path.join(path.log(number), name)
         try:
-            segment = Segment(file, listing.run.run, 0, *parsed).scan()
+            segment = Segment(file, listing.run.run, path.rank, *parsed).scan()
         except CorruptionError as e:
             timeline.problems.append(str(e))
             continue
         timeline.segments.append(segment)
         timeline.problems.extend(segment.problems)
-    for name in files.listing(shared.log_folder(listing.shared, number)):
+    in_memory = shared.log_folder(listing.shared, number, path.rank)
+    for name in files.listing(in_memory):
         parsed = parse_name(name)
         if parsed is not None:
-            file = os.path.join(shared.log_folder(listing.shared, number), name)
-            timeline.segments.append(Segment(file, listing.run.run, 0, *parsed, in_memory=True).scan())
+            file = os.path.join(in_memory, name)
+            timeline.segments.append(Segment(file, listing.run.run, path.rank, *parsed, in_memory=True).scan())

@@ -1,0 +1,200 @@
+"""The ranks of one training job: who stores what, and how they agree when a generation begins.
+
+They talk over the store that torch.distributed was started with, at attach and resume only; never over training's process
+groups, and never at a step.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+import torch.distributed as dist
+import xxhash
+
+from everstep import errors
+from everstep.atoms import Box
+from everstep.errors import EverstepError, UsageError
+from everstep.naming import Inventory
+
+T = TypeVar("T")
+_WAIT = datetime.timedelta(minutes=10)
+
+
+class Holding(msgspec.Struct, frozen=True, array_like=True):
+    """One atom, or a part of it, on one rank."""
+
+    uid: int
+    role: str
+    box: Box
+    num_bytes: int
+    optimized: bool
+    """An optimizer of this rank updates it."""
+    sharded: bool
+    """A DTensor, of which it is known who else has the same elements."""
+
+
+def holdings(inventory: Inventory) -> list[Holding]:
+    """What this process has of the training state."""
+    optimized = {uid for groups in inventory.groups.values() for group in groups for uid in group}
+    return [
+        Holding(
+            atom.uid, atom.role, atom.box, tensor.numel() * tensor.element_size(), atom.uid in optimized,
+            inventory.live[atom.uid] is not tensor,
+        )
+        for atom in inventory.layout.atoms
+        for tensor in (inventory.tensors[atom.uid],)
+    ]  # fmt: skip
+
+
+def assign(held: Sequence[Sequence[Holding]]) -> list[set[int]]:
+    """For each rank the atoms that it stores. Pure.
+
+    Every element of a parameter is stored by one rank: of those that have the same part and update it, the one with the
+    least to store so far. Plain buffers may differ between ranks (BatchNorm's under DDP): each rank stores its own.
+    """
+    stored: list[set[int]] = [set() for _ in held]
+    load = [0] * len(held)
+    replicas: dict[tuple[int, Box], list[tuple[int, Holding]]] = {}
+    for rank, mine in enumerate(held):
+        for h in mine:
+            if h.role == "buffer" and not h.sharded:
+                stored[rank].add(h.uid)
+            else:
+                replicas.setdefault((h.uid, h.box), []).append((rank, h))
+    for (uid, _), holders in sorted(replicas.items(), key=lambda e: (-e[1][0][1].num_bytes, e[0][0], e[0][1].offset)):
+        if not holders[0][1].num_bytes and any(h.uid == uid and h.num_bytes for mine in held for h in mine):
+            continue  # an empty shard
+        able = [rank for rank, h in holders if h.optimized] or [rank for rank, _ in holders]
+        rank = min(able, key=lambda r: (load[r], r))
+        stored[rank].add(uid)
+        load[rank] += holders[0][1].num_bytes
+    return stored
+
+
+def holding_id(held: Sequence[Sequence[Holding]], stored: Sequence[set[int]]) -> str:
+    """A hash of who stores what: equal where frames of one generation can go on from those of another."""
+    plain = [sorted((h.uid, h.box) for h in mine if h.uid in ours) for mine, ours in zip(held, stored, strict=True)]
+    return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(plain))[:16]
+
+
+class Ranks:
+    """This process among those that train together."""
+
+    def __init__(self, rank: int = 0, size: int = 1, store: Any = None) -> None:
+        self.rank = rank
+        self.size = size
+        self._store = store
+
+    @classmethod
+    def current(cls) -> Ranks:
+        """As torch.distributed has it; one process alone if that is not in use."""
+        if not dist.is_available() or not dist.is_initialized():
+            told = os.environ.get("WORLD_SIZE", "1")
+            if told != "1" and "TORCHELASTIC_RUN_ID" in os.environ:
+                raise UsageError(
+                    f"torchrun has started {told} processes, but torch.distributed is not initialised: call "
+                    "torch.distributed.init_process_group() before attach"
+                )
+            return cls()
+        size = dist.get_world_size()
+        if size == 1:
+            return cls()
+        store = dist.distributed_c10d.PrefixStore("everstep", dist.distributed_c10d._get_default_store())
+        return cls(dist.get_rank(), size, dist.distributed_c10d.PrefixStore(_meet(store, dist.get_rank(), size), store))
+
+    def gather(self, name: str, value: Any) -> list[Any]:
+        """What each rank gives under this name, in their order. `value` is plain data."""
+        if self.size == 1:
+            return [value]
+        self._store.set(f"{name}/{self.rank}", msgspec.msgpack.encode(value))
+        return [msgspec.msgpack.decode(self._get(f"{name}/{r}", name, r)) for r in range(self.size)]
+
+    def all(self, name: str, work: Callable[[], Any]) -> list[Any]:
+        """Each rank does its work; results of all. If one fails, all raise what it raised."""
+        result, failure, own = None, None, None
+        try:
+            result = work()
+        except Exception as e:
+            failure, own = [type(e).__name__, str(e)], e
+        if self.size == 1:
+            if own is not None:
+                raise own
+            return [result]
+        gathered = self.gather(name, [result, failure])
+        for rank, (_, failed) in enumerate(gathered):
+            if failed is not None:
+                if own is not None:
+                    raise own
+                raise _error(rank, *failed)
+        return [r for r, _ in gathered]
+
+    def first(self, name: str, work: Callable[[], Any]) -> Any:
+        """Rank 0 does it; all get what it returns, or raise what it raised."""
+        return self.all(name, work if self.rank == 0 else lambda: None)[0]
+
+    def _get(self, key: str, what: str, rank: int) -> bytes:
+        _wait(self._store, key, self.rank, rank, what)
+        found: bytes = self._store.get(key)
+        return found
+
+
+def _meet(store: Any, rank: int, size: int) -> str:
+    """A name that only the living ranks of this very attach know.
+
+    A store outlives restarts of its job, and may hold what processes that are dead now have said. So each rank says a word
+    of its own, rank 0 answers each word with its own, and waits until every rank has repeated that.
+    """
+    mine = uuid.uuid4().hex
+    if rank:
+        store.set(f"here/{rank}", mine)
+        answer = f"there/{rank}/{mine}"
+        _wait(store, answer, rank, 0, "attach")
+        word: str = store.get(answer).decode()
+        store.set(f"{word}/{rank}", "")
+        return word
+    answered: dict[int, bytes] = {}
+    missing = set(range(1, size))
+    deadline = time.monotonic() + _WAIT.total_seconds()
+    while missing:
+        for r in sorted(missing):
+            if store.check([f"{mine}/{r}"]):
+                missing.discard(r)
+            elif store.check([f"here/{r}"]):
+                said = store.get(f"here/{r}")
+                if answered.get(r) != said:
+                    store.set(f"there/{r}/{said.decode()}", mine)
+                    answered[r] = said
+        if missing and time.monotonic() > deadline:
+            raise _too_late(0, min(missing), "attach")
+        time.sleep(0.005 if missing else 0.0)
+    return mine
+
+
+def _wait(store: Any, key: str, rank: int, other: int, what: str) -> None:
+    try:
+        store.wait([key], _WAIT)
+    except dist.DistStoreError as e:
+        raise _too_late(rank, other, what) from e
+
+
+def _too_late(rank: int, other: int, what: str) -> EverstepError:
+    return EverstepError(
+        f"rank {rank} waited {_WAIT} for rank {other} to {what}: it has died, or does not call the same functions of "
+        "Everstep in the same order"
+    )
+
+
+def _error(rank: int, kind: str, message: str) -> Exception:
+    found = getattr(errors, kind, EverstepError)
+    try:
+        if isinstance(found, type) and issubclass(found, EverstepError):
+            return found(f"rank {rank}: {message}")
+    except TypeError:  # one that wants more than a message
+        pass
+    return EverstepError(f"rank {rank}: {kind}: {message}")
