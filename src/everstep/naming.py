@@ -7,7 +7,7 @@ torch.compile put in front (`module.`, `_orig_mod.`).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -126,8 +126,31 @@ class Inventory:
         )  # fmt: skip
 
 
-def take_inventory(models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]) -> Inventory:
+Rename = Mapping[str, str] | Callable[[str], str] | None
+"""From a live object's name to the run's: a function, or prefixes and what stands for them."""
+
+
+def renamer(rename: Rename) -> Callable[[str], str]:
+    if rename is None:
+        return lambda name: name
+    if callable(rename):
+        return rename
+    prefixes = sorted(rename.items(), key=lambda e: -len(e[0]))
+
+    def by_prefix(name: str) -> str:
+        for prefix, other in prefixes:
+            if name.startswith(prefix):
+                return other + name[len(prefix) :]
+        return name
+
+    return by_prefix
+
+
+def take_inventory(
+    models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer], rename: Rename = None
+) -> Inventory:
     """Read the live objects. UsageError for what cannot be stored."""
+    called = renamer(rename)
     found: dict[int, _Found] = {}
     inventory = Inventory(Layout((), (), ()))
     for model_name, model in models.items():
@@ -137,7 +160,7 @@ def take_inventory(models: Mapping[str, nn.Module], optimizers: Mapping[str, Opt
                 visited.add(id(module))
                 for container in (module._parameters, module._buffers, module._modules):
                     inventory.containers.append((container, len(container)))
-            _add(found, inventory, model_name, prefix, module)
+            _add(found, inventory, model_name, prefix, module, called)
     for name, optimizer in optimizers.items():
         groups = []
         for g, group in enumerate(optimizer.param_groups):
@@ -189,12 +212,14 @@ class _Found:
     persistent: bool = True
 
 
-def _add(found: dict[int, _Found], inventory: Inventory, model: str, prefix: str, module: nn.Module) -> None:
+def _add(
+    found: dict[int, _Found], inventory: Inventory, model: str, prefix: str, module: nn.Module, called: Callable[[str], str]
+) -> None:
     for role, container in (("param", module._parameters), ("buffer", module._buffers)):
         for key, tensor in container.items():
             if tensor is None or not sharding.is_held(tensor):
                 continue
-            name = f"{prefix}{key}"
+            name = called(f"{prefix}{key}")
             old = found.get(id(tensor))
             if old is not None:
                 alias = name if old.owner == model else f"{model}:{name}"

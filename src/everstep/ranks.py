@@ -20,6 +20,7 @@ import xxhash
 from everstep import errors
 from everstep.atoms import Box
 from everstep.errors import EverstepError, UsageError
+from everstep.memory import plain, view_bytes
 from everstep.naming import Inventory
 
 T = TypeVar("T")
@@ -75,6 +76,30 @@ def assign(held: Sequence[Sequence[Holding]]) -> list[set[int]]:
         stored[rank].add(uid)
         load[rank] += holders[0][1].num_bytes
     return stored
+
+
+def hashes_of(inventory: Inventory) -> list[tuple[int, str, int]]:
+    """(uid, name, hash of the bytes) of every parameter here."""
+    return [
+        (a.uid, a.label(), xxhash.xxh3_64_intdigest(view_bytes(plain(inventory.tensors[a.uid].detach()))))
+        for a in inventory.layout.atoms
+        if a.role == "param"
+    ]
+
+
+def check_replicas(held: Sequence[Sequence[Holding]], hashes: Sequence[Sequence[tuple[int, str, int]]]) -> None:
+    """UsageError unless ranks that hold the same part of a parameter have the same values in it."""
+    boxes = [{h.uid: h.box for h in mine} for mine in held]
+    first: dict[tuple[int, Box], tuple[int, int]] = {}
+    for rank, mine in enumerate(hashes):
+        for uid, label, value in mine:
+            before, known = first.setdefault((uid, boxes[rank][uid]), (rank, value))
+            if known != value:
+                raise UsageError(
+                    f"{label} has other values on rank {rank} than on rank {before}, though both hold it. If these are two "
+                    "different tensors (pipeline stages that both call theirs by this name, experts), give "
+                    "attach(rename=...) names that differ; if they are replicas, make them equal before attach (DistributedDataParallel does)"
+                )
 
 
 def holding_id(held: Sequence[Sequence[Holding]], stored: Sequence[set[int]]) -> str:

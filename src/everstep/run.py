@@ -13,6 +13,7 @@ import uuid
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -47,8 +48,8 @@ from everstep.follow.keeper import Keeper
 from everstep.follow.ship import RemoteKeeper
 from everstep.format.documents import GenerationDocument, RunDocument, TimelineDocument
 from everstep.link import addresses
-from everstep.naming import Inventory, named, take_inventory
-from everstep.ranks import Holding, Ranks, assign, holding_id, holdings
+from everstep.naming import Inventory, Rename, named, take_inventory
+from everstep.ranks import Holding, Ranks, assign, check_replicas, hashes_of, holding_id, holdings
 from everstep.restore.apply import apply, check_fits
 from everstep.restore.execute import Restored, check_before_replay, restore
 from everstep.restore.history import Step
@@ -98,6 +99,9 @@ class Options:
     """None: 2 GiB, or four frames if they are larger."""
     shadow_idle_s: float = 600.0
     """A shadow without a trainer leaves a base and ends after so long."""
+    rename: Rename = None
+    """From names in the model to names in the run: a function, or prefixes and what stands for them. For pipeline stages
+    that name their parameters anew."""
     segment_bytes: int = 256 << 20
     direct_io: bool | None = None
     """Bypass the page cache when writing; None: where the file system can."""
@@ -160,7 +164,7 @@ class Run:
         self._extras = extras
         self._options = options
         self._mode = mode
-        inventory = take_inventory(self._models, self._optimizers)
+        inventory = take_inventory(self._models, self._optimizers, self._options.rename)
         cursors.capture_extras(extras)
         self._ranks = Ranks.current()
         if self._ranks.size > 1 and mode != "delta":
@@ -466,9 +470,9 @@ class Run:
             restored = Restored(offer.fetch(), None, offer.proven, dict(offer.fingerprint))
         else:
             self._say(f"everstep: restoring step {at} of {self.path} …")
-            check_before_replay(line, at, self._models, self._optimizers)
+            check_before_replay(line, at, self._models, self._optimizers, self._options.rename)
             restored = restore(line, at, live=self._optimizers)
-        check_fits(restored.state, self._models, self._optimizers)
+        check_fits(restored.state, self._models, self._optimizers, self._options.rename)
         cursor = cursors.decode(restored.state.cursor)
         cursors.check_same_extras(self._extras, cursor["extras"])
         self._warn_if_unproven(restored)
@@ -512,7 +516,7 @@ class Run:
     def _resume_parts(self, step: Step) -> int:
         """Several ranks, now or when the run was written: all agree on a step, and each takes what it has of it."""
         ranks = self._ranks
-        full = take_inventory(self._models, self._optimizers)
+        full = take_inventory(self._models, self._optimizers, self._options.rename)
         told = ranks.gather("tell what they hold", holdings(full))
         held = [msgspec.convert(each, list[Holding]) for each in told]
         stored = assign(held)
@@ -541,6 +545,8 @@ class Run:
                 self._path.write_layout(timeline, self._inventory().layout)
             self._start("", timeline, generation, at or 0)
 
+        if at is None:
+            ranks.first("compare their parameters", partial(check_replicas, held, ranks.gather("hash", hashes_of(full))))
         ranks.all("start", start)
         if at is None:
             self._cursor()
@@ -596,7 +602,7 @@ class Run:
         wanted = {atom.uid: atom.box for atom in full.layout.atoms}
         restored = fetch(source, wanted, rank=self._ranks.rank, live=self._optimizers)
         order_like(restored.state, full)
-        check_fits(restored.state, self._models, self._optimizers)
+        check_fits(restored.state, self._models, self._optimizers, self._options.rename)
         cursors.check_same_extras(self._extras, cursors.decode(restored.state.cursor)["extras"])
         self._warn_if_unproven(restored)
         return restored
@@ -657,7 +663,7 @@ class Run:
     def _apply(self, restored: Restored, cursor: dict[str, Any]) -> None:
         # Extras first: loading a scheduler may touch the optimizer's groups, and what was recorded has the last word.
         cursors.load_extras(self._extras, cursor["extras"])
-        apply(restored.state, self._models, self._optimizers)
+        apply(restored.state, self._models, self._optimizers, self._options.rename)
         rng.install(cursor["rng"])
 
     def _begin_new(self, listing: Listing) -> None:
@@ -696,7 +702,7 @@ class Run:
 
     def _inventory(self) -> Inventory:
         """The live objects, as far as this rank stores them."""
-        found = take_inventory(self._models, self._optimizers)
+        found = take_inventory(self._models, self._optimizers, self._options.rename)
         if self._ranks.size == 1:
             return found
         new = [a.label() for a in found.layout.atoms if self._known and a.uid not in self._known]

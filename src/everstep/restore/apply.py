@@ -14,12 +14,14 @@ from everstep import sharding, tree
 from everstep.atoms import Atom
 from everstep.errors import MismatchError
 from everstep.fold import OptimizerState, State, class_name
-from everstep.naming import Inventory, outer_of, take_inventory
+from everstep.naming import Inventory, Rename, outer_of, take_inventory
 
 
-def check_fits(state: State, models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]) -> Inventory:
+def check_fits(
+    state: State, models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer], rename: Rename = None
+) -> Inventory:
     """MismatchError that lists every difference, or the inventory of the live objects."""
-    live = take_inventory(models, optimizers)
+    live = take_inventory(models, optimizers, rename)
     problems = _compare_atoms(state, live)
     for name, optimizer in optimizers.items():
         saved = state.optimizers.get(name)
@@ -124,9 +126,11 @@ def state_labels(state: State) -> dict[int, str]:
 
 
 @torch.no_grad()
-def apply(state: State, models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]) -> None:
+def apply(
+    state: State, models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer], rename: Rename = None
+) -> None:
     """Put S(step) into the live objects. Nothing is changed if they do not fit."""
-    live = check_fits(state, models, optimizers)
+    live = check_fits(state, models, optimizers, rename)
     saved = state.layout.by_uid()
     for uid, tensor in live.tensors.items():
         if uid not in state.tensors:

@@ -14,8 +14,9 @@ from everstep import cursor as cursors
 from everstep.errors import AuditError, CorruptionError, EverstepError, UsageError
 from everstep.fold import Folder
 from everstep.frame import SetLayout
-from everstep.naming import named, take_inventory
+from everstep.naming import Rename, named, take_inventory
 from everstep.restore.apply import apply, public_state
+from everstep.restore.compare import Comparison, compare
 from everstep.restore.execute import (
     audit,
     check_chain,
@@ -103,12 +104,15 @@ class History:
 
     def restore(
         self, model: Any, optimizer: Any, step: Step = "latest", extras: dict[str, Any] | None = None, *,
-        timeline: int | None = None,
+        timeline: int | None = None, rename: Rename = None,
     ) -> int:  # fmt: skip
-        """Put S(step) into these objects; returns the step. Nothing on disk changes; RNG is left alone."""
+        """Put S(step) into these objects; returns the step. Nothing on disk changes; RNG is left alone.
+
+        Sharded parameters (DTensor) get their part. `rename`: from names in the model to names in the run.
+        """
         models, optimizers = named(model, nn.Module, "model"), named(optimizer, Optimizer, "optimizer")
         given = cursors.check_extras(extras)
-        live = take_inventory(models, optimizers)
+        live = take_inventory(models, optimizers, rename)
         source = self._source(step, timeline)
         if source.era.world_size == 1 and not any(atom.boxes for atom in live.layout.atoms):
             restored = fetch(source, source.whole(), live=optimizers)
@@ -118,7 +122,7 @@ class History:
         saved = cursors.decode(restored.state.cursor)["extras"]
         if given:
             cursors.check_same_extras(given, saved)
-        apply(restored.state, models, optimizers)
+        apply(restored.state, models, optimizers, rename)
         cursors.load_extras(given, saved)
         return restored.state.step
 
@@ -164,6 +168,10 @@ class History:
                 report.notes.append(f"{segment.path}: {segment.torn_bytes} bytes of an unfinished step at its end")
         if deep:
             _verify_deep(report, line)
+
+    def compare(self, other: History, step: Step = "latest", *, other_step: Step | None = None) -> Comparison:
+        """This run's state against another's, atom by atom, whatever their layouts."""
+        return compare(self._source(step, None), other._source(step if other_step is None else other_step, None))
 
     def __repr__(self) -> str:
         try:
