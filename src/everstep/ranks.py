@@ -98,7 +98,8 @@ def check_replicas(held: Sequence[Sequence[Holding]], hashes: Sequence[Sequence[
                 raise UsageError(
                     f"{label} has other values on rank {rank} than on rank {before}, though both hold it. If these are two "
                     "different tensors (pipeline stages that both call theirs by this name, experts), give "
-                    "attach(rename=...) names that differ; if they are replicas, make them equal before attach (DistributedDataParallel does)"
+                    "attach(rename=...) names that differ; if they are replicas, make them equal before attach, as "
+                    "DistributedDataParallel does"
                 )
 
 
