@@ -1,0 +1,117 @@
+"""Ranks that are killed at different moments go on from the last step that all of them had, with every bit as it was."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import everstep
+from everstep.restore.join import joint_of
+from everstep.store.runs import RunPath
+
+HERE = Path(__file__).resolve().parent
+
+
+def launch(path: Path, steps: int, world: int = 2, **orders: Any) -> dict[str, Any] | None:
+    """What rank 0 printed, or None if it did not live to do so. When one rank dies the others are killed, as torchrun does."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    common = {**os.environ, "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [sys.executable, str(HERE / "kill_training.py"), str(path), str(steps), json.dumps(orders)]
+    ranks = [
+        subprocess.Popen(command, env={**common, "RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for rank in range(world)
+    ]
+    try:
+        for _ in range(400):
+            codes = [p.poll() for p in ranks]
+            if all(code is not None for code in codes):
+                break
+            killed = [r for r, code in enumerate(codes) if code not in (None, 0)]
+            expected = {int(r) for r in orders.get("kill_at", {})} or {orders.get("kill_in_resume")}
+            if killed and (expected <= set(killed) or not expected & set(killed)):
+                break
+            try:
+                ranks[next(r for r, code in enumerate(codes) if code is None)].wait(0.25)
+            except subprocess.TimeoutExpired:
+                continue
+    finally:
+        for p in ranks:
+            p.kill()
+    said = [p.communicate() for p in ranks]
+    if not orders and any(p.returncode for p in ranks):
+        pytest.fail("\n".join(err for _, err in said))
+    lines = [line for line in said[0][0].splitlines() if line.startswith("{")]
+    found: dict[str, Any] | None = json.loads(lines[-1]) if lines else None
+    return found
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
+    """A run that nobody disturbed, and its losses."""
+    path = tmp_path_factory.mktemp("whole") / "run"
+    found = launch(path, 12)
+    assert found is not None
+    return path, found["losses"]
+
+
+def check_equal(path: Path, whole: tuple[Path, list[float]], found: dict[str, Any] | None) -> None:
+    assert found is not None
+    assert found["losses"] == whole[1][found["resumed"] :]
+    comparison = everstep.open(path).compare(everstep.open(whole[0]))
+    assert comparison.ok, str(comparison)
+    report = everstep.open(path).verify(deep=True)
+    assert report.ok, str(report)
+
+
+@pytest.mark.timeout(240)
+def test_a_step_that_one_rank_had_not_stored_is_not_mixed_in_twice_in_a_row(
+    tmp_path: Path, whole: tuple[Path, list[float]]
+) -> None:
+    path = tmp_path / "run"
+    launch(path, 12, slow_rank=1, slow_after=4, kill_at={0: 6, 1: 6})
+    steps = [line.steps()[-1] for line in joint_of(RunPath(path)).eras[0].lines]
+    assert steps == [6, 4], "rank 0 has two steps more"
+    assert everstep.open(path).steps[-1] == 4
+    launch(path, 12, slow_rank=1, slow_after=5, kill_at={0: 7, 1: 7})
+    steps = [line.steps()[-1] for line in joint_of(RunPath(path)).eras[0].lines]
+    assert steps == [7, 5], "and again"
+    found = launch(path, 12)
+    assert found is not None and found["resumed"] == 5
+    check_equal(path, whole, found)
+
+
+@pytest.mark.timeout(240)
+def test_a_rank_that_dies_alone_and_a_resume_that_is_killed_itself(tmp_path: Path, whole: tuple[Path, list[float]]) -> None:
+    path = tmp_path / "run"
+    launch(path, 12, kill_at={1: 5})
+    before = everstep.open(path).steps[-1]
+    launch(path, 12, kill_in_resume=0)
+    launch(path, 12, kill_in_resume=1)
+    assert everstep.open(path).steps[-1] == before, "a resume that was killed changes nothing"
+    found = launch(path, 12)
+    assert found is not None and found["resumed"] == before
+    check_equal(path, whole, found)
+
+
+@pytest.mark.timeout(120)
+def test_every_byte_is_stored_by_one_rank(whole: tuple[Path, list[float]]) -> None:
+    lines = joint_of(RunPath(whole[0])).eras[0].lines
+    layouts = [line.plans(12)[0].base.layout for line in lines]
+    params = [[a.uid for a in layout.atoms if a.role == "param"] for layout in layouts]
+    assert not set(params[0]) & set(params[1])
+    assert sorted(params[0] + params[1]) == sorted({uid for uid, in zip(layouts[0].order)} - {
+        a.uid for a in layouts[0].atoms if a.role == "buffer"
+    })
+    state = everstep.open(whole[0]).state()
+    assert [tuple(t.shape) for t in state["model"].values()][0] == (17, 9)
+    assert all(isinstance(t, torch.Tensor) for t in state["model"].values())
