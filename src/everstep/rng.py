@@ -88,6 +88,27 @@ def install(plain: dict[str, Any]) -> None:
             module.set_rng_state(state, index)
 
 
+def derived(seed: int, step: int, rank: int) -> dict[str, Any]:
+    """Streams for a rank that has no past: what install() takes, a function of (seed, step, rank) and nothing else.
+
+    For a run that goes on under another number of ranks. There the recorded streams belong to no rank of now: to keep
+    some would repeat numbers on two ranks or leave others out. So every rank begins new ones, which differ between
+    ranks and steps, and are the same each time that this step is resumed.
+    """
+    digest = hashlib.blake2b(b"rank/%d/%d/%d" % (seed, step, rank), digest_size=48).digest()
+    torch_seed = int.from_bytes(digest[:8], "little")
+    plain = to_plain({
+        "torch": torch.Generator().manual_seed(torch_seed).get_state(),
+        "numpy": np.random.RandomState(np.frombuffer(digest[8:24], "<u4")).get_state(legacy=True),
+        "random": random.Random(int.from_bytes(digest[24:], "little")).getstate(),
+    })  # fmt: skip
+    if _has_accelerator():
+        kind = torch.accelerator.current_accelerator().type  # type: ignore[union-attr]
+        devices = [torch.device(kind, index) for index in range(torch.accelerator.device_count())]
+        plain["device"] = [torch.Generator(device).manual_seed(torch_seed).get_state() for device in devices]
+    return plain
+
+
 def _device_states() -> list[torch.Tensor]:
     module = torch.get_device_module(torch.accelerator.current_accelerator())
     return [module.get_rng_state(i) for i in range(torch.accelerator.device_count())]

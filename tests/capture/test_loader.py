@@ -30,6 +30,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from everstep import data
 from everstep.capture.loader import Pass, generator_states, open_pass, set_generator_states
 from everstep.data import SeededDataset
 from everstep.errors import CursorError, EverstepError, InexactWarning, SlowResumeWarning
@@ -242,6 +243,11 @@ KINDS: dict[str, Callable[..., DataLoader[Any]]] = {
     "no_batches": lambda d, g, **kw: DataLoader(d, batch_size=None, shuffle=True, generator=g, **kw),
     "distributed": lambda d, g, **kw: DataLoader(
         d, 4, sampler=DistributedSampler(d, num_replicas=2, rank=1, shuffle=True, seed=3), generator=g, **kw
+    ),
+    "counted": lambda d, g, **kw: DataLoader(d, 4, sampler=data.Sampler(d, rank=1, world_size=2), generator=g, **kw),
+    "counted_drop_last": lambda d, g, **kw: DataLoader(d, 4, drop_last=True, sampler=data.Sampler(d, seed=3), **kw),
+    "counted_no_batches": lambda d, g, **kw: DataLoader(
+        d, None, sampler=data.Sampler(d, rank=0, world_size=3, drop_last=True), generator=g, **kw
     ),
 }
 
@@ -700,6 +706,8 @@ ASKED: dict[str, Callable[..., Any]] = {
         d, batch_size=None, sampler=SubsetRandomSampler(range(9), generator=g), generator=g, **kw
     ),
     "own_sampler": lambda d, g, **kw: StatefulDataLoader(d, batch_size=None, sampler=ShufflesInIter(9), generator=g, **kw),
+    "counted": lambda d, g, **kw: StatefulDataLoader(d, 4, sampler=data.Sampler(d, rank=1, world_size=2), generator=g, **kw),
+    "counted_no_batches": lambda d, g, **kw: StatefulDataLoader(d, batch_size=None, sampler=data.Sampler(9), **kw),
 }
 
 
@@ -711,7 +719,7 @@ def test_a_stateful_loader_resumes_exactly_at_every_batch(kind: str, own_generat
 
 @pytest.mark.parametrize("persistent", [False, True], ids=["workers", "persistent_workers"])
 @pytest.mark.parametrize("own_generator", [False, True], ids=["global", "generator"])
-@pytest.mark.parametrize("kind", ["shuffle", "batch_sampler"])
+@pytest.mark.parametrize("kind", ["shuffle", "batch_sampler", "counted"])
 def test_a_stateful_loader_with_workers_resumes_exactly(kind: str, own_generator: bool, persistent: bool) -> None:
     def make() -> Any:
         g = generator() if own_generator else None

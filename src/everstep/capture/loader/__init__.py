@@ -1,8 +1,10 @@
 """The data position: which batches of a pass over a loader were delivered, and how to get back there.
 
-Three kinds of loader, told apart by what they offer; each has a module:
+Four kinds of loader, told apart by what they offer; each has a module:
 
     asked       has state_dict and load_state_dict (torchdata's StatefulDataLoader): its own state is kept
+    counted     a DataLoader over everstep.data.Sampler: the samples that all ranks have had are counted, which
+                means the same to any number of ranks
     map         a DataLoader over a map-style dataset: its sampler runs again and skips indices, and no
                 skipped sample is loaded
     consumed    anything else that can be iterated: it is started again, and what was delivered is dropped
@@ -19,17 +21,27 @@ from typing import Any
 
 from torch import Tensor
 
-from everstep.capture.loader.anatomy import kind_of, name_of, shape_of, tell_epoch, workers_persist
+from everstep.capture.loader.anatomy import kind_of, name_of, shape_of, start_epoch, workers_persist
 from everstep.capture.loader.asked import AskedPass
 from everstep.capture.loader.consumed import ConsumedPass
+from everstep.capture.loader.counted import CountedPass
 from everstep.capture.loader.generators import State, own_generators, set_states_of, states_of
 from everstep.capture.loader.mapped import MapPass, seeds_of_running_workers, set_seeds_of_earlier_workers
 from everstep.capture.loader.passes import Pass
+from everstep.capture.loader.resize import check_resizable, resized_position
 from everstep.errors import CursorError
 
-__all__ = ["Pass", "generator_states", "open_pass", "set_generator_states"]
+__all__ = [
+    "Pass",
+    "check_resizable",
+    "generator_states",
+    "open_pass",
+    "open_resized_pass",
+    "resized_position",
+    "set_generator_states",
+]
 
-_KINDS: dict[str, type[Pass]] = {kind.kind: kind for kind in (AskedPass, MapPass, ConsumedPass)}
+_KINDS: dict[str, type[Pass]] = {kind.kind: kind for kind in (AskedPass, CountedPass, MapPass, ConsumedPass)}
 
 
 def open_pass(loader: Any, *, epoch: int, state: State | None) -> Pass:
@@ -39,12 +51,26 @@ def open_pass(loader: Any, *, epoch: int, state: State | None) -> Pass:
     draws is drawn in here and leaves the global generators in no particular state: the caller sets them to their
     recorded values afterwards, before the first `next`. `set_epoch(epoch)` is called where the loader has one.
     """
-    tell_epoch(loader, epoch)
+    start_epoch(loader, epoch)
     kind = kind_of(loader)
     shape = shape_of(loader, kind)
     if state is not None:
         _check_fits(loader, kind, shape, state)
     return _KINDS[kind].open(loader, shape, state)
+
+
+def open_resized_pass(loader: Any, *, epoch: int, state: State) -> Pass:
+    """Put a pass where `Pass.state()` was taken on a rank of another number of ranks; see `check_resizable`.
+
+    The random numbers in the state are another rank's and are not used: this pass draws as `iter(loader)` does, from
+    the global generators as the caller has set them for this rank (`rng.derived`), and leaves them where that leads.
+    Generators of the loader's own stay as they are.
+    """
+    start_epoch(loader, epoch)
+    kind = kind_of(loader)
+    shape = shape_of(loader, kind)
+    _check_fits(loader, kind, shape, state)
+    return CountedPass.open_resized(loader, shape, state)
 
 
 def generator_states(loader: Any) -> list[Tensor]:

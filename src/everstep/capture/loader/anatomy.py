@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+from everstep.data import Sampler
 
 
 def kind_of(loader: Any) -> str:
-    """How its position is found again: "asked", "map" or "consumed"."""
+    """How its position is found again: "asked", "counted", "map" or "consumed"."""
     if callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None)):
         return "asked"
     plain = (DataLoader.__iter__, DataLoader._get_iterator)
@@ -17,14 +19,31 @@ def kind_of(loader: Any) -> str:
         and not isinstance(loader.dataset, IterableDataset)
         and (type(loader).__iter__, type(loader)._get_iterator) == plain
     ):
-        return "map"
+        return "map" if counting_sampler(loader) is None else "counted"
     return "consumed"
+
+
+def counting_sampler(loader: Any) -> Sampler | None:
+    """The everstep.data.Sampler whose indices the loader takes as they come; one that is wrapped may be reordered."""
+    batches = loader.batch_sampler
+    if batches is None:
+        sampler = loader.sampler
+    elif type(batches) is BatchSampler:
+        sampler = batches.sampler
+    else:
+        return None
+    return sampler if isinstance(sampler, Sampler) and type(sampler).__iter__ is Sampler.__iter__ else None
 
 
 def shape_of(loader: Any, kind: str) -> dict[str, Any]:
     """What must be the same for a position to mean the same."""
     if not isinstance(loader, DataLoader):
         return {"type": name_of(loader), "num_batches": _length(loader)}
+    if kind == "counted":
+        sampler = counting_sampler(loader)
+        assert sampler is not None
+        order = {"num_samples": sampler.num_samples, "shuffle": sampler.shuffle, "seed": sampler.seed}
+        return {"type": name_of(loader), "sampler": "everstep.data.Sampler", **order}
     # Not the length over an iterable dataset: it is an estimate, and torch complains later about having given it.
     sized = not isinstance(loader.dataset, IterableDataset)
     index_sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
@@ -83,10 +102,16 @@ def parts(loader: Any) -> list[list[Any]]:
     return [[loader], *(_chain(part, name) for part, name in zip(outermost, inward, strict=True))]
 
 
-def tell_epoch(loader: Any, epoch: int) -> None:
-    """Call `set_epoch` on the loader, its samplers and its datasets: the outermost of each that has one."""
+def start_epoch(loader: Any, epoch: int) -> None:
+    """Call `set_epoch` on the loader, its samplers and its datasets: the outermost of each that has one.
+
+    An everstep.data.Sampler also forgets how far it was: whoever opens a pass decides where it starts.
+    """
     told: list[Any] = []
     for chain in parts(loader):
+        for part in chain:
+            if isinstance(part, Sampler):
+                part.consumed = 0
         for part in chain:
             set_epoch = getattr(part, "set_epoch", None)
             if callable(set_epoch):

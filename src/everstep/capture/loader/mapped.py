@@ -48,9 +48,9 @@ class MapPass(Pass):
         if state is not None:
             opened._delivered = state["delivered"]
             constant["workers_ran"] = state["pass"]["workers_ran"]
-            track.resume(state["pass"], state["delivered"])
+            track.resume(state["pass"], cls._num_to_skip(state))
             seeds = track.seeds
-            _warn_if_inexact(loader, state, track.sampler)
+            _warn_if_inexact(loader, state, track.sampler, at_end=state["ended"] or cls._is_over(loader, state))
         elif seeds is not None and starts_workers:
             warn_of_workers(loader, started_anew(loader, 0))
 
@@ -73,6 +73,16 @@ class MapPass(Pass):
             if state["pass"]["lookahead"] == constant["lookahead"]:  # else the sampler is not as far as it was
                 set_states_of(opened._own, state["generators"])
         return opened
+
+    @staticmethod
+    def _num_to_skip(state: State) -> int:
+        """How many batches of indices the sampler has to run through to get to the position."""
+        return int(state["delivered"])
+
+    @staticmethod
+    def _is_over(loader: Any, state: State) -> bool:
+        """Whether the last batch was delivered, though nobody asked for another yet."""
+        return bool(state["delivered"] == state["pass"]["loader"]["num_batches"])
 
 
 class _Source:
@@ -149,9 +159,8 @@ def set_seeds_of_earlier_workers(loader: Any, seeds: Tensor) -> None:
     _standing_of(loader).seeds_of_earlier_workers = seeds
 
 
-def _warn_if_inexact(loader: Any, state: State, sampler: Any) -> None:
+def _warn_if_inexact(loader: Any, state: State, sampler: Any, *, at_end: bool) -> None:
     recorded, delivered, now = state["pass"], state["delivered"], loader.num_workers
-    at_end = state["ended"] or delivered == recorded["loader"]["num_batches"]
     if recorded["num_workers"] != now and not at_end:
         warn_of_workers(loader, f"a pass begun with {recorded['num_workers']} workers goes on with {now}")
     elif now > 0 and (

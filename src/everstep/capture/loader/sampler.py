@@ -22,6 +22,7 @@ from everstep.capture.loader.generators import (
     states_of,
 )
 from everstep.capture.loader.passes import AS_IT_WAS
+from everstep.data import Sampler
 from everstep.errors import CursorError
 
 # These draw from the global generators before their first index, if at all, and never again in a pass.
@@ -31,6 +32,7 @@ _DRAW_AT_START: tuple[type, ...] = (
     SubsetRandomSampler,
     WeightedRandomSampler,
     DistributedSampler,
+    Sampler,
     list,
     tuple,
     range,
