@@ -50,19 +50,6 @@ def _numpy_state() -> Any:
     return state
 
 
-def derived(state: dict[str, Any], step: int, rank: int) -> dict[str, Any]:
-    """States for one of another number of ranks: a function of the seed in `state`, the step and the rank."""
-    source = torch.Generator()
-    source.set_state(state["torch"])
-    digest = hashlib.blake2b(b"%d/%d/%d" % (source.initial_seed(), step, rank), digest_size=24).digest()
-    words = [int.from_bytes(digest[i : i + 8], "little") for i in (0, 8, 16)]
-    return {
-        "torch": torch.Generator().manual_seed(words[0] >> 1).get_state(),
-        "numpy": np.random.RandomState(words[1] & 0xFFFFFFFF).get_state(legacy=True),
-        "random": random.Random(words[2]).getstate(),
-    }
-
-
 def to_plain(state: dict[str, Any]) -> dict[str, Any]:
     """In a form that tree.pack stores compactly."""
     version, words, gauss = state["random"]
@@ -86,6 +73,13 @@ def install(plain: dict[str, Any]) -> None:
         module = torch.get_device_module(torch.accelerator.current_accelerator())
         for index, state in enumerate(plain["device"]):
             module.set_rng_state(state, index)
+
+
+def seed_in(plain: dict[str, Any]) -> int:
+    """The number that torch's generator was seeded with, from a recorded state."""
+    generator = torch.Generator()
+    generator.set_state(plain["torch"])
+    return generator.initial_seed()
 
 
 def derived(seed: int, step: int, rank: int) -> dict[str, Any]:

@@ -99,6 +99,8 @@ class Options:
     """None: 2 GiB, or four frames if they are larger."""
     shadow_idle_s: float = 600.0
     """A shadow without a trainer leaves a base and ends after so long."""
+    cursor: str = "keep"
+    """`drop`: when the number of ranks has changed and the loader's position cannot be divided anew, begin its pass again."""
     rename: Rename = None
     """From names in the model to names in the run: a function, or prefixes and what stands for them. For pipeline stages
     that name their parameters anew."""
@@ -114,6 +116,8 @@ class Options:
             raise UsageError(f"on_error must be 'raise' or 'warn', not {self.on_error!r}")
         if self.audit not in ("auto", "full"):
             raise UsageError(f"audit must be 'auto' or 'full', not {self.audit!r}")
+        if self.cursor not in ("keep", "drop"):
+            raise UsageError(f"cursor must be 'keep' or 'drop', not {self.cursor!r}")
         if self.log not in ("memory", "disk"):
             raise UsageError(f"log must be 'memory' or 'disk', not {self.log!r}")
         if self.on_lag not in ON_LAG:
@@ -173,6 +177,8 @@ class Run:
         self._stored: set[int] = set()
         """With several ranks: the atoms that this one stores."""
         self._known: set[int] = set()
+        self._resized_from = 0
+        """So many ranks wrote what was resumed, if their number was another."""
         self._lock: WriterLock | None = None
         try:
             self._document: RunDocument = self._open_run()
@@ -203,6 +209,7 @@ class Run:
         """A shadow has what is on no disk yet, and is not needed when it is."""
         self._torn = False
         self._last_cursor: dict[str, Any] = {}
+        self._resume_cursor: dict[str, Any] = {}
         self._restore_s = 0.0
         self._commits = 0
         atexit.register(self._at_exit)
@@ -492,7 +499,7 @@ class Run:
                 TimelineDocument(timeline, line.timelines[0], line.newest.generation, at)
             )
         self._begin(listing, timeline, line.newest.generation, at, asked_step=None if asked == "latest" else asked)
-        self._saved_position = cursor["data"]
+        self._saved_position, self._resume_cursor = cursor["data"], cursor
         self._restored = restored
         self._proven = restored.proven
         self._source = "disk" if offer is None else "shadow"
@@ -552,7 +559,7 @@ class Run:
             self._cursor()
             self._take_base()
             return 0
-        self._saved_position = cursor["data"]
+        self._saved_position, self._resume_cursor = cursor["data"], cursor
         self._restored = restored[0]
         self._proven = restored[0].proven
         self._source = "disk"
@@ -566,7 +573,7 @@ class Run:
         was = joint.find(at).world_size
         self._say(
             f"everstep: resumed {self.path} at step {at} on {ranks.size} rank{'s' if ranks.size > 1 else ''}"
-            f"{f' (written by {was})' if was != ranks.size else ''}"
+            f"{f' (written by {was}: random numbers begin anew)' if was != ranks.size else ''}"
             f"{f', new timeline {timeline}' if is_new else ''}"
         )
         return at
@@ -639,9 +646,15 @@ class Run:
         """The cursor for this rank: its own where the number of ranks is the same."""
         cursor = cursors.decode(restored.state.cursor)
         assert joint is not None
-        if joint.find(at).world_size != self._ranks.size:
-            cursor = {**cursor, "rng": rng.derived(cursor["rng"], at, self._ranks.rank)}
-        return cursor
+        was = joint.find(at).world_size
+        if was == self._ranks.size:
+            return cursor
+        self._resized_from = was
+        return {
+            **cursor,
+            "rng": rng.derived(rng.seed_in(cursor["rng"]), at, self._ranks.rank),
+            "data": loaders.resized_position(cursor["data"]),
+        }
 
     def _warn_if_unproven(self, restored: Restored) -> None:
         if restored.state.lost:
@@ -773,10 +786,13 @@ class Run:
             return loaders.open_pass(loader, epoch=self._pass_index, state=None)
         assert self._restored is not None
         restored, self._restored = self._restored, None
-        cursor = cursors.decode(restored.state.cursor)
+        cursor = self._resume_cursor
         if self._skipped_passes and not self._commits:
             # Code between the finished passes has run again (schedulers, validation): undo what it did.
             self._apply_again(restored, cursor)
+        if self._resized_from and saved["state"] is not None:
+            rng.install(cursor["rng"])
+            return self._open_resized(loader, saved["state"])
         if saved["state"] is None:
             # The pass has not begun: what it draws when it begins comes from the generators as they were.
             if saved["generators"]:
@@ -786,6 +802,13 @@ class Run:
         current = loaders.open_pass(loader, epoch=self._pass_index, state=saved["state"])
         rng.install(cursor["rng"])
         return current
+
+    def _open_resized(self, loader: Any, state: Any) -> loaders.Pass:
+        """A pass that another number of ranks had begun."""
+        if self._options.cursor == "drop":
+            return loaders.open_pass(loader, epoch=self._pass_index, state=None)
+        loaders.check_resizable(state, loader, self._resized_from, self._ranks.size)
+        return loaders.open_resized_pass(loader, epoch=self._pass_index, state=state)
 
     def _apply_again(self, restored: Restored, cursor: dict[str, Any]) -> None:
         self._apply(restored, cursor)

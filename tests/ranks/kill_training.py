@@ -24,7 +24,8 @@ from everstep.run import Run
 
 def build() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(9, 17), nn.BatchNorm1d(17), nn.ReLU(), nn.Dropout(0.1), nn.Linear(17, 33), nn.Linear(33, 3))
+    layers = [nn.Linear(9, 17), nn.BatchNorm1d(17), nn.ReLU(), nn.Dropout(0.1), nn.Linear(17, 33), nn.Linear(33, 3)]
+    return nn.Sequential(*layers)
 
 
 def batch(step: int, rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
