@@ -46,7 +46,7 @@ from everstep.follow import recover
 from everstep.follow.attend import ON_LAG, ShadowKeeper
 from everstep.follow.keeper import Keeper
 from everstep.follow.ship import RemoteKeeper
-from everstep.format.documents import GenerationDocument, RunDocument, TimelineDocument
+from everstep.format.documents import RANKS, GenerationDocument, RunDocument, TimelineDocument
 from everstep.link import addresses
 from everstep.naming import Inventory, Rename, named, take_inventory
 from everstep.ranks import Holding, Ranks, assign, check_replicas, hashes_of, holding_id, holdings
@@ -100,7 +100,7 @@ class Options:
     shadow_idle_s: float = 600.0
     """A shadow without a trainer leaves a base and ends after so long."""
     cursor: str = "keep"
-    """`drop`: when the number of ranks has changed and the loader's position cannot be divided anew, begin its pass again."""
+    """`drop`: if the number of ranks has changed and the loader's position cannot be divided anew, begin its pass again."""
     rename: Rename = None
     """From names in the model to names in the run: a function, or prefixes and what stands for them. For pipeline stages
     that name their parameters anew."""
@@ -617,6 +617,7 @@ class Run:
     def _agree(self, joint: Joint | None, at: int | None, asked: Step, holding: str) -> list[Any]:
         """By one process: where this generation writes. [timeline, generation, whether it needs bases first]"""
         listing = joint.listing if joint is not None else read_listing(self._path)
+        self._path.require(RANKS)
         generation = max(listing.generations(), default=0) + 1
         asked_step = None if asked == "latest" else asked
         if joint is None or at is None:

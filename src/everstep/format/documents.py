@@ -20,6 +20,9 @@ _MIDDLE = b'","body":'
 _START = len(_HEAD) + 16 + len(_MIDDLE)
 
 FORMAT_MAJOR, FORMAT_MINOR = 1, 0
+RANKS = "ranks"
+"""Feature of a run that several ranks have written: who knows only rank 0's files would take a part for the whole."""
+KNOWN = frozenset((RANKS,))
 
 
 class RunDocument(msgspec.Struct):

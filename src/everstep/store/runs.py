@@ -22,6 +22,7 @@ from everstep.format import documents
 from everstep.format.documents import (
     FORMAT_MAJOR,
     FORMAT_MINOR,
+    KNOWN,
     GenerationDocument,
     KeptDocument,
     Manifest,
@@ -121,8 +122,9 @@ class RunPath:
                 f"{FORMAT_MINOR}. Upgrade Everstep to use this run"
             )
         document = documents.decode(data, RunDocument, self.run_file())
-        if document.format[0] > FORMAT_MAJOR or document.incompatible:
-            features = f", features {', '.join(document.incompatible)}" if document.incompatible else ""
+        unknown = [feature for feature in document.incompatible if feature not in KNOWN]
+        if document.format[0] > FORMAT_MAJOR or unknown:
+            features = f", features {', '.join(unknown)}" if unknown else ""
             raise FormatError(
                 f"{self.path} has format {document.format[0]}.{document.format[1]}{features}; this version of Everstep "
                 f"reads up to {FORMAT_MAJOR}.{FORMAT_MINOR}. Upgrade Everstep to use this run"
@@ -136,6 +138,13 @@ class RunPath:
         files.make_dir(self.timelines())
         files.write_whole(self.run_file(), documents.encode(document))
         return document
+
+    def require(self, feature: str) -> None:
+        """From now on readers must know this feature. Only for the writer; durable on return."""
+        document = self.read_run()
+        if feature not in document.incompatible:
+            document.incompatible = (*document.incompatible, feature)
+            files.write_whole(self.run_file(), documents.encode(document))
 
     def create_timeline(self, document: TimelineDocument) -> None:
         """Folders of a new timeline; its document last."""
