@@ -16,6 +16,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -26,6 +28,9 @@ from everstep.naming import walk
 
 Orders = dict[str, list[list[str]]]
 """By model: for each DDP module in it that knows its order, the canonical names of its parameters in that order."""
+
+_given: WeakKeyDictionary[DistributedDataParallel, list[str]] = WeakKeyDictionary()
+"""The orders of modules that were warmed in this process."""
 
 _LEAVE, _RENEW, _FORGET, _UNKNOWN, _UNSUPPORTED = range(5)
 _NOTICES = {
@@ -76,8 +81,8 @@ def warm(models: Mapping[str, nn.Module], orders: Orders) -> list[str]:
                 module.renew(None)
             elif what != _LEAVE:
                 notices.append(
-                    f"model {name!r}: {_NOTICES[what]}. Gradients of the next steps may differ in their last bits from those "
-                    "of the uninterrupted run"
+                    f"model {name!r}: {_NOTICES[what]}. Gradients of the next steps may differ in their last bits from "
+                    "those of the uninterrupted run"
                 )
     return notices
 
@@ -88,6 +93,7 @@ def _rebuilding(model: nn.Module) -> Iterator[_Module]:
     for prefix, module in walk(model):
         for key, p in module._parameters.items():
             names.setdefault(id(p), f"{prefix}{key}")
+    ddp: Any
     for ddp in model.modules():
         if (
             isinstance(ddp, DistributedDataParallel)
@@ -95,7 +101,7 @@ def _rebuilding(model: nn.Module) -> Iterator[_Module]:
             and not ddp._use_python_reducer
             and not ddp._delay_all_reduce_all_params
         ):
-            parameters, sparse = ddp._build_params_for_reducer()
+            parameters, sparse = ddp._build_params_for_reducer()  # type: ignore[no-untyped-call]
             yield _Module(ddp, parameters, sparse, [names[id(p)] for p in parameters])
 
 
@@ -103,7 +109,8 @@ def _rebuilding(model: nn.Module) -> Iterator[_Module]:
 class _Module:
     """A DDP module with the parameters that its reducer has by index, and their names."""
 
-    ddp: DistributedDataParallel
+    ddp: Any
+    """Not typed: torch has no types for what is needed of it here."""
     parameters: list[nn.Parameter]
     sparse: list[bool]
     names: list[str]
@@ -111,18 +118,28 @@ class _Module:
     def learned(self) -> list[str] | None:
         """Names in the order in which gradients became ready in the backward that decides the buckets; None before it."""
         ddp = self.ddp
+        if ddp in _given:
+            return _given[ddp]
         if ddp._has_rebuilt_buckets:
-            name_of = {id(p): name for p, name in zip(self.parameters, self.names, strict=True)}
-            buckets = [bucket.parameters() for bucket in ddp.reducer._get_zeros_like_grad_buckets()]
-            if os.environ.get("DDP_SET_LAST_BUCKET_CAP") == "1":  # DDP then fills its buckets from the back
-                buckets = [bucket[::-1] for bucket in buckets]
-            return [name_of[id(p)] for bucket in buckets for p in bucket]
+            return self._in_buckets()
         ready_ns = ddp.reducer.get_backward_stats()
         if not all(ready_ns):
             return None
         if ddp.static_graph and not bool((ddp.reducer._get_local_used_map() == ddp.process_group.size()).all()):
             return None  # unused parameters count as ready at once, but come last in the buckets: read it there
         return [name for _, name in sorted(zip(ready_ns, self.names, strict=True))]
+
+    def _in_buckets(self) -> list[str] | None:
+        name_of = {id(p): name for p, name in zip(self.parameters, self.names, strict=True)}
+        try:
+            buckets = [bucket.parameters() for bucket in self.ddp.reducer._get_zeros_like_grad_buckets()]
+        except RuntimeError:
+            if any(self.sparse):
+                return None  # a bucket of sparse gradients has no memory before the first of them: look again later
+            raise
+        if os.environ.get("DDP_SET_LAST_BUCKET_CAP") == "1":  # DDP then fills its buckets from the back
+            buckets = [bucket[::-1] for bucket in buckets]
+        return [name_of[id(p)] for bucket in buckets for p in bucket]
 
     def compare(self, orders: list[list[str]]) -> tuple[int, list[int]]:
         """What is to be done, and the indices of the parameters in the order that is to be."""
@@ -159,7 +176,6 @@ class _Module:
         ddp._remove_autograd_hooks()
         del ddp.reducer  # with its buckets: the new ones need as much memory
         ddp._ddp_init_helper(parameters, sparse, ddp._build_debug_param_to_name_mapping(parameters), ddp.static_graph)
-        assert ddp.logger is not None
         if ddp.static_graph:
             ddp._static_graph_delay_allreduce_enqueued = False
             ddp.reducer._set_static_graph()
@@ -167,8 +183,11 @@ class _Module:
         for hook, state in hooks:
             ddp.register_comm_hook(state, hook)
         if built_in:
-            ddp._register_builtin_comm_hook(getattr(dist.BuiltinCommHookType, built_in.rpartition(".")[2]))
+            kinds = dist.BuiltinCommHookType  # type: ignore[attr-defined]
+            ddp._register_builtin_comm_hook(getattr(kinds, built_in.rpartition(".")[2]))
         ddp._has_rebuilt_buckets = False
+        _given.pop(ddp, None)
         if order is not None:
             ddp.reducer._push_all_rebuilt_params()
             ddp._has_rebuilt_buckets = ddp.reducer._rebuild_buckets()
+            _given[ddp] = [self.names[i] for i in order]
