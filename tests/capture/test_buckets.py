@@ -227,6 +227,13 @@ def test_models_are_told_apart_and_those_without_ddp_are_passed_over() -> None:
 
 
 @pytest.mark.usefixtures("alone")
+def test_parameters_frozen_after_the_wrapping_leave_the_order_unknown() -> None:
+    model = trained(static_graph=True)
+    model.module.layers[0].bias.requires_grad_(False)
+    assert BucketOrders({"model": model}).value == {}
+
+
+@pytest.mark.usefixtures("alone")
 def test_ddps_own_mixed_precision_is_left_alone_and_told_of() -> None:
     orders = BucketOrders({"model": trained()}).value
     model = ddp()

@@ -120,9 +120,11 @@ class _Module:
         ddp = self.ddp
         if ddp in _given:
             return _given[ddp]
+        ready_ns = ddp.reducer.get_backward_stats()
+        if len(ready_ns) != len(self.names):
+            return None  # parameters were frozen since DDP was made: what its reducer has cannot be told
         if ddp._has_rebuilt_buckets:
             return self._in_buckets()
-        ready_ns = ddp.reducer.get_backward_stats()
         if not all(ready_ns):
             return None
         if ddp.static_graph and not bool((ddp.reducer._get_local_used_map() == ddp.process_group.size()).all()):
