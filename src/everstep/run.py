@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from everstep import cursor as cursors
 from everstep import rng
+from everstep.capture import buckets
 from everstep.capture import loader as loaders
 from everstep.capture.capture import Capture, Destination
 from everstep.capture.offload import DURABILITIES
@@ -177,6 +178,8 @@ class Run:
         self._stored: set[int] = set()
         """With several ranks: the atoms that this one stores."""
         self._known: set[int] = set()
+        self._orders: buckets.BucketOrders | None = None
+        self._bucket_orders: buckets.Orders = {}
         self._resized_from = 0
         """So many ranks wrote what was resumed, if their number was another."""
         self._lock: WriterLock | None = None
@@ -544,6 +547,12 @@ class Run:
         if at is not None:
             cursor = self._part_cursor(restored[0], joint, at)
             self._apply(restored[0], cursor)
+            if at and ranks.size > 1 and not self._resized_from:
+                for said in buckets.warm(self._models, cursor.get("buckets", {})):
+                    warnings.warn(said, InexactWarning, stacklevel=3)
+        if ranks.size > 1:
+            self._orders = buckets.BucketOrders(self._models)
+            self._bucket_orders = {name: list(orders) for name, orders in self._orders.value.items()}
 
         def start() -> None:
             self._path.make_part(timeline)
@@ -842,6 +851,10 @@ class Run:
             "data": self._position(),
             "extras": cursors.capture_extras(self._extras) if self._extras else {},
         }
+        if self._orders is not None:
+            if self._orders.look():  # a cursor of an earlier step may still be on its way: it gets no part in this
+                self._bucket_orders = {name: list(orders) for name, orders in self._orders.value.items()}
+            self._last_cursor["buckets"] = self._bucket_orders
         return self._last_cursor
 
     # -- after a commit -----------------------------------------------------------------------------------------------

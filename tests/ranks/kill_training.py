@@ -1,7 +1,8 @@
 """A small DDP training that test_kills.py starts, kills and starts again: python kill_training.py RUN STEPS [JSON].
 
 JSON may say: `slow_rank`, `slow_after` (that rank stores nothing after this step), `kill_at` ({rank: step}: right after the
-commit of that step), `kill_in_resume` (rank: before its part of the restore is done). Rank 0 prints one line of JSON.
+commit of that step), `kill_in_resume` (rank: before its part of the restore is done), `bucket_cap_mb`. Rank 0 prints one
+line of JSON.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
-    model = DistributedDataParallel(build())
+    model = DistributedDataParallel(build(), bucket_cap_mb=orders.get("bucket_cap_mb"))
     torch.manual_seed(100 + rank)  # dropout differs between ranks
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     run = everstep.attach(model, optimizer, path, quiet=True, base_interval=4)
