@@ -6,18 +6,22 @@ import ctypes
 import functools
 import hashlib
 import random
-from typing import Any
+import sys
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
+
+Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 
 def capture() -> dict[str, Any]:
     """torch (CPU and every accelerator in use), numpy's global one, random. Cheap; values are immutable or copies."""
     state: dict[str, Any] = {
-        "torch": torch.get_rng_state(),
+        "torch": torch.default_generator.get_state(),
         "numpy": _numpy_state(),
-        "random": random.getstate(),
+        "random": _random_state(),
     }
     if _has_accelerator():
         state["device"] = _device_states()
@@ -29,7 +33,26 @@ def _has_accelerator() -> bool:
     return torch.accelerator.is_available()
 
 
-_last_numpy: tuple[bytes, Any] | None = None
+_WORDS = 624
+"""Of a Mersenne Twister; with them goes the position of the next one."""
+_STATE_BYTES = 4 * (_WORDS + 1)
+
+
+def _view(address: int) -> Bytes:
+    memory: Any = (ctypes.c_char * _STATE_BYTES).from_address(address)
+    return np.frombuffer(memory, np.uint8)
+
+
+_rand: Any = np.random.mtrand._rand
+
+
+class _Numpy:
+    """numpy's global generator as it was when it was last asked."""
+
+    generator: Any = None
+    view: Bytes | None = None
+    words = b""
+    state: Any = None
 
 
 def _numpy_state() -> Any:
@@ -38,16 +61,42 @@ def _numpy_state() -> Any:
     The words and position of its Mersenne Twister are looked at in place. They stay the same when a normal deviate that
     numpy held back is used up, so that a state that holds one is always read anew.
     """
-    global _last_numpy
-    generator = np.random.mtrand._rand._bit_generator
-    words = b""
-    if type(generator) is np.random.MT19937:
-        words = ctypes.string_at(generator.ctypes.state_address, 625 * 4)
-        if _last_numpy is not None and _last_numpy[0] == words and not _last_numpy[1][3]:
-            return _last_numpy[1]
-    state = np.random.get_state(legacy=True)
-    _last_numpy = (words, state) if words else None
-    return state
+    generator = _rand._bit_generator
+    if generator is not _Numpy.generator:
+        is_twister = type(generator) is np.random.MT19937
+        _Numpy.generator, _Numpy.state = generator, None
+        _Numpy.view = _view(generator.ctypes.state_address) if is_twister else None
+    words = b"" if _Numpy.view is None else _Numpy.view.tobytes()
+    if words and words == _Numpy.words and _Numpy.state is not None and not _Numpy.state[3]:
+        return _Numpy.state
+    _Numpy.words, _Numpy.state = words, np.random.get_state(legacy=True)
+    return _Numpy.state
+
+
+def _random_state() -> tuple[int, Any, float | None]:
+    """random.getstate(), but with the position and the words as bytes where they can be read in place."""
+    view = _random_view()
+    if view is None:
+        return random.getstate()
+    return _Random.VERSION, view.tobytes(), _Random.gauss_next
+
+
+_Random: Any = random._inst
+
+
+@functools.cache
+def _random_view() -> Bytes | None:
+    """Where CPython keeps the position and the words of random's generator; None if they are not there."""
+    start, size = object.__basicsize__, _Random.__class__.__base__.__basicsize__
+    if sys.implementation.name != "cpython" or size < start + _STATE_BYTES:
+        return None
+    view = _view(id(_Random) + start)
+    return view if tuple(_in_order(view.tobytes())) == _Random.getstate()[1] else None
+
+
+def _in_order(words: bytes) -> npt.NDArray[np.uint32]:
+    """As getstate() has them: the position last."""
+    return np.roll(np.frombuffer(words, np.uint32), -1)
 
 
 def to_plain(state: dict[str, Any]) -> dict[str, Any]:
@@ -57,7 +106,7 @@ def to_plain(state: dict[str, Any]) -> dict[str, Any]:
     return {
         "torch": state["torch"],
         "numpy": [str(name), np.asarray(keys, np.uint32), int(position), int(has_gauss), float(cached)],
-        "random": [version, np.array(words, np.uint32), gauss],
+        "random": [version, _in_order(words) if isinstance(words, bytes) else np.array(words, np.uint32), gauss],
         "device": state.get("device"),
     }
 

@@ -327,7 +327,7 @@ class Run:
         capture = self._live()
         begun = time.perf_counter()
         stalled = capture.stall_s
-        self._look_at_errors()
+        self._look_at_errors(capture)
         if capture.commit(self._cursor):
             self._commits += 1
             self._after_commit(capture)
@@ -344,7 +344,7 @@ class Run:
             capture.snapshot.wait()
             if not self._base_ready and not capture.errors() and capture.is_as_committed():
                 capture.take_base(self._last_cursor, self._on_base, copy=True).wait()
-        self._look_at_errors()
+        self._look_at_errors(capture)
 
     def stats(self) -> dict[str, Any]:
         """Numbers about this run since it was attached."""
@@ -924,8 +924,7 @@ class Run:
             if self._keeper is not None:
                 self._keeper.durable(self._durable)
 
-    def _look_at_errors(self) -> None:
-        capture = self._live()
+    def _look_at_errors(self, capture: Capture) -> None:
         errors = capture.errors()
         if not errors:
             self._come_back(capture)

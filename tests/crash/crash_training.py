@@ -223,7 +223,7 @@ class _Follower:
         try:
             self._compactor.advance(step)
             manifest = self._compactor.write_base(direct=False)
-            return {"event": "base", "step": manifest.step, "complete": self._compactor.complete}
+            return {"event": "base", "step": manifest.step, "proven": self._compactor.proven}
         except AuditError as e:
             return {"event": "mismatch", "step": e.step, "message": str(e)}
         except EverstepError as e:

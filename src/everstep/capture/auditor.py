@@ -1,15 +1,19 @@
 """The audit: hashes of S(step), taken in the background while nothing may change it.
 
 Between the commit of step t and the next update, parameters and optimizer state are read-only. Parameters are hashed at
-every step; optimizer state too as long as that takes little of the step's time, else in rotation. The training thread
-ends the window before the next update; it waits only for parameters, and in practice never.
+every step; optimizer state too as often as a small share of training's time allows for all of it at once, or in rotation
+where it is too large for that. The training thread ends the window before the next update; it waits only for parameters,
+and in practice never.
+
+Waking a thread takes 30 µs of whoever does it. So the training thread leaves the job where the writer's, which is busy
+with the same step, finds it and passes it on (`wake`).
 """
 
 from __future__ import annotations
 
 import queue
-import threading
 import time
+from collections import deque
 
 from everstep import background
 from everstep.atoms import PIECE_ELEMENTS
@@ -19,54 +23,65 @@ from everstep.capture.watch import StateLook, Watched
 ALWAYS_BYTES = 4 << 20
 """Optimizer state up to this size is hashed at every step."""
 UNHURRIED_BYTES = 64 << 20
-"""Up to this size until the next update comes; above that for a share of the step's time."""
+"""Up to this size until the next update comes; above that for a share of training's time."""
+MAX_BURST = 0.5
+"""Of a step: what optimizer state may take at once."""
 
 
-_Job = tuple[Audit, list[Watched], list[Watched], list[StateLook], float]
+_Job = tuple[Audit, list[Watched], list[int], list[Watched], list[StateLook], float]
 
 
 class Auditor:
     """One thread that hashes the state of one step at a time."""
 
-    def __init__(self, *, full: bool, share: float = 0.1) -> None:
-        """`full`: everything at every step, whatever it costs. `share`: of the step's time for optimizer state."""
+    def __init__(self, *, full: bool, share: float = 0.02) -> None:
+        """`full`: everything at every step, whatever it costs. `share`: of training's time for optimizer state."""
         self._full = full
         self._share = share
+        self._left: deque[_Job] = deque()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._current: Audit | None = None
-        self._cut = threading.Event()
-        self._hurry = False
-        self._must_done = threading.Event()
+        self._cut = self._hurry = False
         self._turn = 0
+        self._saved_s = self._pass_s = 0.0
         self.error: BaseException | None = None
         self.busy_s = 0.0
         self._thread = background.start(self._run, "everstep-audit")
 
     def begin(
-        self, audit: Audit, must: list[Watched], may: list[Watched], looks: list[StateLook], step_s: float
-    ) -> None:
-        """Start hashing S(step). Called at the commit."""
+        self, audit: Audit, must: list[Watched], versions: list[int], may: list[Watched], looks: list[StateLook],
+        step_s: float,
+    ) -> None:  # fmt: skip
+        """Hash S(step) as soon as somebody calls wake(). Called at the commit; `versions` are those of `must` then."""
         self._current = audit
-        self._cut.clear()
-        self._hurry = False
-        self._must_done.clear()
-        self._jobs.put((audit, must, may, looks, step_s))
+        self._cut = self._hurry = False
+        self._left.append((audit, must, versions, may, looks, step_s))
+
+    def wake(self) -> None:
+        """Start what begin() has left (any thread)."""
+        if self._left:
+            try:
+                self._jobs.put(self._left.popleft())
+            except IndexError:  # another thread has just done it
+                return
 
     def hurry(self) -> None:
         """Somebody waits for the frame: leave to the next steps what is looked at in rotation anyway."""
         self._hurry = True
+        self.wake()
 
-    def end(self) -> None:
-        """The state is about to change: return when no thread looks at it any more."""
+    def end(self) -> float:
+        """The state is about to change: return when no thread looks at it any more, and the seconds that took."""
         audit, self._current = self._current, None
-        if audit is None:
-            return
-        if self._full:
-            audit.done.wait()
-            return
-        self._must_done.wait()
-        self._cut.set()
+        if audit is None or audit.done.is_set():
+            return 0.0
+        begun = time.perf_counter()
+        self.wake()
+        if not self._full:
+            audit.must_done.wait()
+            self._cut = True
         audit.done.wait()
+        return time.perf_counter() - begun
 
     def close(self) -> None:
         self.end()
@@ -84,39 +99,55 @@ class Auditor:
             except BaseException as e:
                 self.error = e
             finally:
-                self._must_done.set()
+                audit.must_done.set()
                 audit.done.set()
 
     def _hash(
-        self, audit: Audit, must: list[Watched], may: list[Watched], looks: list[StateLook], step_s: float
-    ) -> None:
+        self, audit: Audit, must: list[Watched], versions: list[int], may: list[Watched], looks: list[StateLook],
+        step_s: float,
+    ) -> None:  # fmt: skip
         begun = time.perf_counter()
         complete = True
         as_expected = [look.run() for look in looks]
-        if not all(as_expected):
-            must, may = must + may, []  # the frame must show that its state is not what its updates lead to
+        for w, version in zip(must, versions, strict=True):
+            complete &= _hash_one(audit, w, version)
         may_bytes = sum(w.alias.numel() * w.itemsize for w in may)
-        if may_bytes <= ALWAYS_BYTES:
-            must, may = must + may, []
-        for w in must:
-            complete &= _hash_one(audit, w)
-        self._must_done.set()
-        unhurried = self._full or may_bytes <= UNHURRIED_BYTES
-        deadline = float("inf") if unhurried else begun + max(self._share * step_s, 1e-4)
+        # Where state was edited, the frame must show that it is not what its updates lead to.
+        if may_bytes <= ALWAYS_BYTES or not all(as_expected):
+            for w in may:
+                complete &= _hash_one(audit, w)
+            may = []
+        audit.must_done.set()
+        if may:
+            complete &= self._hash_some(audit, may, step_s, unhurried=self._full or may_bytes <= UNHURRIED_BYTES)
+        audit.complete = complete
+        self.busy_s += time.perf_counter() - begun
+
+    def _hash_some(self, audit: Audit, may: list[Watched], step_s: float, *, unhurried: bool) -> bool:
+        """Hash as much of this as can be afforded, in turn; returns whether that was all."""
+        burst_s = MAX_BURST * step_s
+        if not unhurried:
+            self._saved_s += self._share * step_s
+            if self._saved_s < min(self._pass_s, burst_s):
+                return False
+        begun = time.perf_counter()
+        complete = True
         done = 0
         for i in range(len(may)):
-            if self._cut.is_set() or time.perf_counter() > deadline or (self._hurry and not unhurried):
+            if self._cut or (not unhurried and (self._hurry or time.perf_counter() > begun + burst_s)):
                 break
             complete &= _hash_one(audit, may[(self._turn + i) % len(may)])
             done += 1
+        took = time.perf_counter() - begun
         self._turn += done
-        audit.complete = complete and done == len(may)
-        self.busy_s += time.perf_counter() - begun
+        self._pass_s = took * len(may) / done if done else self._pass_s
+        self._saved_s = max(0.0, self._saved_s - took)
+        return complete and done == len(may)
 
 
-def _hash_one(audit: Audit, w: Watched) -> bool:
-    """Add the hashes of one tensor, unless it was changed meanwhile. Returns whether they were added."""
-    version = w.tensor._version
+def _hash_one(audit: Audit, w: Watched, version: int | None = None) -> bool:
+    """Add the hashes of one tensor, unless it was changed since it had this version. Returns whether they were added."""
+    version = w.tensor._version if version is None else version
     sums = [(low // w.itemsize, w.hash_range(low, high)) for _, low, high in w.piece_ranges()]
     if w.tensor._version != version:
         return False

@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import cycle
 from operator import attrgetter, is_
 from typing import Any
 
@@ -20,7 +21,7 @@ from everstep import sharding, tree
 from everstep.atoms import Layout, state_uid
 from everstep.capture.auditor import Auditor
 from everstep.capture.offload import Offload
-from everstep.capture.pending import Audit, Item, PendingCommit, PendingLayout, PendingState, PendingTensor, Seal
+from everstep.capture.pending import Audit, Item, PendingCommit, PendingLayout, PendingState, PendingTensor
 from everstep.capture.registrations import Registrations
 from everstep.capture.snapshot import Snapshot
 from everstep.capture.tap import Tap
@@ -34,6 +35,8 @@ from everstep.store.log import LogWriter
 
 COPY_AT_ONCE_BYTES = 64 << 20
 """A base up to this size is copied on the training thread: quicker than to find out that it was disturbed."""
+LOOK_AT_CONTAINERS = 16
+"""At least so many of the dicts that modules keep their tensors in are looked at in a commit."""
 _requires_grad = attrgetter("requires_grad")
 
 
@@ -78,9 +81,9 @@ class Capture:
             log, inventory.layout, write_layout, durability=durability, batch_steps=batch_steps,
             max_inflight_steps=max_inflight_steps, max_inflight_bytes=max_inflight_bytes,
         )  # fmt: skip
+        self.offload.meanwhile = self._auditor.wake
         self._updates = 0
         self._overwrites = 0
-        self._seals: list[Seal] = []
         self.snapshot: Snapshot | None = None
         self.may_finish_base: Callable[[int], bool] = lambda step: True
         """Whether everything that a base of this step stands on is durable: the run says."""
@@ -92,6 +95,7 @@ class Capture:
         self.step_s = 0.0
         self._last_commit = time.perf_counter()
         self._last_audit: Audit | None = None
+        self._cursor: dict[str, Any] | None = None
 
     @property
     def generation(self) -> int:
@@ -107,11 +111,11 @@ class Capture:
         """An optimizer is about to change the state."""
         for each in self.taps.values():
             each.settle(force=True)
-        begun = time.perf_counter()
-        self._auditor.end()
-        if self.snapshot is not None:
+        self.stall_s += self._auditor.end()
+        if self.snapshot is not None and not self.snapshot.done.is_set():
+            begun = time.perf_counter()
             self.snapshot.guard()
-        self.stall_s += time.perf_counter() - begun
+            self.stall_s += time.perf_counter() - begun
         if any(t.groups_changed() for t in self.taps.values()):
             self._restructure()
         for item in self._watch.before_update():
@@ -123,6 +127,16 @@ class Capture:
         for item in tap.changed_groups():
             self.put(item)
         self._warn_hidden()
+
+    def is_quiet(self) -> bool:
+        """Whether before_update has nothing to do but to look at the groups of the one optimizer that there is."""
+        audit, snapshot = self._last_audit, self.snapshot
+        return (
+            len(self.taps) == 1
+            and self._watch.is_calm()
+            and (audit is None or audit.done.is_set())
+            and (snapshot is None or snapshot.done.is_set())
+        )
 
     def after_update(self, optimizer: str) -> None:
         self._updates += 1
@@ -146,14 +160,15 @@ class Capture:
 
     def commit(self, cursor: Callable[[], dict[str, Any]]) -> bool:
         """Close the frame of the next step, if anything happened. Returns whether it did."""
-        for tap in self.taps.values():
+        taps = [tap for tap in self.taps.values() if not tap.has_nothing_to_tell()]
+        for tap in taps:
             self._updates += tap.reset_after_exception()
         for item in self._watch.at_commit():
             self._overwrites += 1
             self.put(item)
-        if self._watch.reshaped or self._structure_changed() or any(t.groups_changed() for t in self.taps.values()):
+        if self._watch.reshaped or self._structure_changed() or any(t.groups_changed() for t in taps):
             self._restructure()
-        for tap in self.taps.values():
+        for tap in taps:
             if tap.results_due:
                 self._store_results(tap)
         self._warn_hidden()
@@ -163,20 +178,20 @@ class Capture:
             if any(tap.accumulating() for tap in self.taps.values()):
                 return False  # the gradients of an accumulation are not in any frame: wait for its update
         now = cursor()  # may raise (an extra's state_dict): then everything stays pending
-        for tap in self.taps.values():
+        for tap in taps:
             for item in (*tap.changed_groups(), *tap.carried()):
                 self.put(item)
         self.step += 1
         self._updates = self._overwrites = 0
-        pending = PendingCommit(self.step, now, self._audit(), time.time_ns())
-        for tap in self.taps.values():
-            tap.settle()
+        pending = PendingCommit(self.step, now, self._audit(), time.time_ns(), self._cursor)
+        self._cursor = now
         self.offload.commit(pending)
         self._last_audit = pending.audit
         self._watch.after_commit()
         ended = time.perf_counter()
         took, self._last_commit = ended - self._last_commit, ended
-        self.step_s = took if self.step_s == 0.0 else 0.9 * self.step_s + 0.1 * took
+        # A pause (validation, a debugger) is not a step.
+        self.step_s = took if self.step_s == 0.0 else 0.9 * self.step_s + 0.1 * min(took, 2 * self.step_s)
         if not self.offload.has_room():
             self.settle()
             self.stall_s += self.offload.wait_for_room()
@@ -205,17 +220,16 @@ class Capture:
         return bool(self._updates or self._overwrites)
 
     def _audit(self) -> Audit:
-        audit = Audit()
-        audit.buffers = self._watch.small_buffers()
-        for uid, piece, value in self._watch.slice_sums():
+        audit, watch = Audit(), self._watch
+        audit.buffers = watch.small_buffers()
+        for uid, piece, value in watch.slice_sums():
             audit.add(uid, piece, value)
-        if self._watch.covers_all():
+        if watch.covers_all():
             audit.complete = True
             audit.done.set()
             return audit
-        must, may = self._watch.quiet_targets()
-        self._auditor.end()
-        self._auditor.begin(audit, must, may, self._watch.states_to_look_at(), self.step_s)
+        self.stall_s += self._auditor.end()
+        self._auditor.begin(audit, *watch.quiet_targets(), watch.states_to_look_at(), self.step_s)
         return audit
 
     def _store_results(self, tap: Tap) -> None:
@@ -244,12 +258,14 @@ class Capture:
 
     def _note_structure(self) -> None:
         places = self._inventory.places
-        self._holders = [p.container for p in places]
-        self._keys = [p.key for p in places]
-        self._hung = [self._inventory.live[p.uid] for p in places]
-        self._containers = [c for c, _ in self._inventory.containers]
-        self._lengths = [n for _, n in self._inventory.containers]
-        self._turn = 0
+        holders = [p.container for p in places]
+        keys = [p.key for p in places]
+        hung = [self._inventory.live[p.uid] for p in places]
+        containers = [c for c, _ in self._inventory.containers]
+        lengths = [n for _, n in self._inventory.containers]
+        self._whole = (holders, keys, hung, containers, lengths)
+        share = max(1, len(containers) // LOOK_AT_CONTAINERS)
+        self._parts = cycle([tuple(each[i::share] for each in self._whole) for i in range(share)])
         self._flags_of = list(self._inventory.live.values())
         self._flags = list(map(_requires_grad, self._flags_of))
 
@@ -260,12 +276,10 @@ class Capture:
         each commit.
         """
         told, self._registrations.seen = self._registrations.seen, False
-        share = 1 if told else max(1, len(self._containers) // 64)
-        self._turn += 1
-        part = slice(self._turn % share, None, share)
+        holders, keys, hung, containers, lengths = self._whole if told else next(self._parts)
         return (
-            not all(map(is_, map(dict.get, self._holders[part], self._keys[part]), self._hung[part]))
-            or list(map(len, self._containers[part])) != self._lengths[part]
+            not all(map(is_, map(dict.get, holders, keys), hung))
+            or list(map(len, containers)) != lengths
             or list(map(_requires_grad, self._flags_of)) != self._flags
         )
 
@@ -423,6 +437,7 @@ class Capture:
         self.offload.close(finish=finish)
 
     def errors(self) -> list[BaseException]:
+        """What went wrong in the background, the first first."""
         found = [self.offload.error, self._auditor.error]
         if self.snapshot is not None:
             found.append(self.snapshot.error)

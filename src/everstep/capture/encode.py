@@ -42,8 +42,12 @@ from everstep.store.log import LogWriter
 class Encoder:
     """Writes tensors into the open frame and says where they are."""
 
-    def __init__(self, log: LogWriter, write_layout: Callable[[Layout], None]) -> None:
+    def __init__(
+        self, log: LogWriter, write_layout: Callable[[Layout], None], meanwhile: Callable[[], None]
+    ) -> None:
+        """`meanwhile` is called between two tensors."""
         self._log = log
+        self._meanwhile = meanwhile
         self._chooser = Chooser()
         self._write_layout = write_layout
 
@@ -79,6 +83,7 @@ class Encoder:
         grads: list[Gradient | None] = [None] * len(item.uids)
         small: dict[torch.dtype, list[int]] = {}
         for i, uid in enumerate(item.uids):
+            self._meanwhile()
             item.at = i
             g = item.grads[i]
             if g is None:

@@ -69,7 +69,7 @@ class Offload:
         if durability not in DURABILITIES:
             raise UsageError(f"durability must be one of {', '.join(DURABILITIES)}, not {durability!r}")
         self._log = log
-        self._encoder = Encoder(log, self._layout_changed)
+        self._encoder = Encoder(log, self._layout_changed, lambda: self.meanwhile())
         self._write_layout = write_layout
         self._layout = layout
         self._durability = durability
@@ -77,8 +77,9 @@ class Offload:
         self._max_steps, self._max_bytes = max_inflight_steps, max_inflight_bytes
         self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._room = threading.Condition()
-        self._inflight_steps = 0
-        self._inflight_bytes = 0
+        self._handed_steps = self._handed_bytes = 0
+        """Written by the training thread alone; what is done, by the writer's: so neither needs a lock."""
+        self._done_steps = self._done_bytes = 0
         self._frame: _Open | None = None
         self._unsynced = 0
         self._written_step = -1
@@ -87,6 +88,8 @@ class Offload:
         self.claim: Callable[[], int] = lambda: -1
         """What may be called durable in footers: the run says, since a base must be durable too."""
         self.on_durable: Callable[[int], None] = lambda step: None
+        self.meanwhile: Callable[[], None] = lambda: None
+        """Called often while the writer thread works."""
         self.error: BaseException | None = None
         self.busy_s = 0.0
         self.sync_s = 0.0
@@ -98,14 +101,12 @@ class Offload:
     def put(self, step: int, item: Item) -> None:
         """Hand over a part of the frame of this step; returns at once."""
         size = _size(item)
-        with self._room:
-            self._inflight_bytes += size
+        self._handed_bytes += size
         self._jobs.put((step, item, size))
 
     def commit(self, pending: PendingCommit) -> None:
         """Hand over the end of a frame; returns at once."""
-        with self._room:
-            self._inflight_steps += 1
+        self._handed_steps += 1
         self._jobs.put(pending)
 
     def dispose(self, tensors: list[Any]) -> None:
@@ -113,19 +114,14 @@ class Offload:
         self._jobs.put(_Trash(tensors))
 
     def has_room(self) -> bool:
-        with self._room:
-            return self._has_room()
-
-    def _has_room(self) -> bool:
-        return self._inflight_steps < self._max_steps and (
-            self._inflight_bytes <= self._max_bytes or self._inflight_steps == 0
-        )
+        steps, num_bytes = self.inflight()
+        return steps < self._max_steps and (num_bytes <= self._max_bytes or steps == 0)
 
     def wait_for_room(self) -> float:
         """Block while too much is in flight; returns the seconds that took."""
         begun = time.perf_counter()
         with self._room:
-            self._room.wait_for(lambda: self._has_room() or self.error is not None)
+            self._room.wait_for(lambda: self.has_room() or self.error is not None)
         return time.perf_counter() - begun
 
     def flush(self, *, hard: bool = False) -> None:
@@ -144,8 +140,7 @@ class Offload:
         self.synced_step = -1
 
     def inflight(self) -> tuple[int, int]:
-        with self._room:
-            return self._inflight_steps, self._inflight_bytes
+        return self._handed_steps - self._done_steps, self._handed_bytes - self._done_bytes
 
     def close(self, *, finish: bool) -> None:
         """Stop the thread; `finish` ends the segment in order, dropping a frame that was not committed."""
@@ -157,6 +152,7 @@ class Offload:
     def _run(self) -> None:
         while True:
             job = self._jobs.get()
+            self.meanwhile()
             if isinstance(job, _Stop):
                 self._stop(job.finish)
                 return
@@ -190,13 +186,13 @@ class Offload:
             job.done.set()
         elif isinstance(job, PendingCommit):
             with self._room:
-                self._inflight_steps -= 1
+                self._done_steps += 1
                 self._room.notify_all()
         elif isinstance(job, tuple):
             if isinstance(job[1], PendingUpdate) and job[1].seal is not None:
                 job[1].seal.read.set()
             with self._room:
-                self._inflight_bytes -= job[2]
+                self._done_bytes += job[2]
                 self._room.notify_all()
 
     def _item(self, step: int, item: Item) -> None:
@@ -215,7 +211,7 @@ class Offload:
     def _finish(self, job: PendingCommit) -> None:
         frame = self._open(job.step)
         for index, seal in frame.seals:
-            seal.open.wait()
+            seal.wait()
             for item in seal.also:
                 frame.ops.append(self._encoder.ops(item))
             if seal.instead is not None:
@@ -257,7 +253,7 @@ class Offload:
             self.error = e
         if self._frame is not None:
             for _, seal in self._frame.seals:
-                seal.open.set()
+                seal.break_open()
         self._frame = None
         self._unsynced = 0
         self._log.abandon()

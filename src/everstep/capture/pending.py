@@ -5,51 +5,78 @@ Tensors in here are owned by the frame: copies, or references that nobody else c
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from everstep.atoms import Layout
 
+_news = threading.Condition()
+
 
 class OneShot:
-    """A threading.Event that can be set once and costs a tenth: three are made at every step."""
+    """A threading.Event that can be set once. Several are made at every step and hardly any is waited for: it costs nothing
+    until somebody does."""
 
-    __slots__ = ("_lock",)
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._lock.acquire()
+    _is_set = _is_awaited = False
 
     def set(self) -> None:
-        with contextlib.suppress(RuntimeError):  # set before
-            self._lock.release()
+        self._is_set = True
+        if self._is_awaited:
+            with _news:
+                _news.notify_all()
 
     def is_set(self) -> bool:
-        return not self._lock.locked()
+        return self._is_set
 
     def wait(self) -> None:
-        with self._lock:
-            pass
+        if not self._is_set:
+            with _news:
+                self._is_awaited = True  # before the last look: who sets it looks after having set it
+                _news.wait_for(self.is_set)
 
 
 class Seal:
     """The promise that gradients held by reference were not written to before their bytes were read.
 
-    The writer thread sets `read` when it has read them. The training thread opens the seal: either nobody else can write to
-    them any more, or they had been read while their version counters had not moved, or (`instead`) something wrote to them
-    and the results of the update are stored in place of its gradients.
+    The writer thread sets `read` when it has read them. Before it ends the frame it calls `release`, which opens the seal if
+    nobody else can write to them any more. Else the training thread opens it: they had been read while their version
+    counters had not moved, or (`instead`) something wrote to them and the results of the update are stored in place of its
+    gradients.
     """
+
+    release: Callable[[], bool]
+    """Whether the seal is open now (any thread). Set by whoever holds the gradients."""
+    instead: list[Item] | None = None
+    also: Sequence[Item] = ()
+    """What the training thread found out about this step after its commit."""
 
     def __init__(self) -> None:
         self.read = OneShot()
         self.open = OneShot()
-        self.instead: list[Item] | None = None
-        self.also: list[Item] = []
-        """What the training thread found out about this step after its commit."""
+        self.dropped = OneShot()
+        """Set when it is worth to call `release` again, or when the seal is open."""
+
+    def break_open(self) -> None:
+        """Let nobody wait for it any longer."""
+        self.open.set()
+        self.dropped.set()
+        self.release = _is_open
+
+    def wait(self) -> None:
+        """Return when it is open. In the writer thread, with nothing of it in hand."""
+        if self.open.is_set() or self.release():
+            return
+        self.dropped.wait()
+        if not self.release():
+            self.open.wait()
+
+
+def _is_open() -> bool:
+    return True
 
 
 @dataclass
@@ -128,6 +155,8 @@ class Audit:
     """Hashes of S(step), being taken."""
 
     def __init__(self) -> None:
+        self.must_done = OneShot()
+        """What has to be hashed at every step is."""
         self.done = OneShot()
         self.uids: list[int] = []
         self.pieces: list[int] = []
@@ -150,4 +179,5 @@ class PendingCommit:
     cursor: dict[str, Any]
     audit: Audit
     wall_time_ns: int
-    seals: list[Seal] = field(default_factory=list)
+    previous: Any = None
+    """The cursor before, which is freed with this."""

@@ -5,16 +5,17 @@ If each time they were let go untouched (`zero_grad(set_to_none=True)` after or 
 held by reference, under a Seal. If anything deviates, the results of that update are stored in place of its gradients
 and the tap goes back to copying: nothing wrong is ever logged as right.
 
-Everything here runs on the training thread.
+Everything here runs on the training thread, except that the writer's finds out whether gradients have been let go.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain, count, repeat
+from itertools import chain
 from operator import attrgetter, is_
 from typing import Any, Protocol
 
@@ -39,14 +40,14 @@ from everstep.fold import class_name
 from everstep.memory import plain, view_bytes
 
 LEARNING_UPDATES = 3
-LOOK_AT_ALL = 48
-SHARE = 8
-_turns = count()
+LOOK_AT_ONCE = 48
+"""Up to so many gradients are looked at as soon as zero_grad has let them go, and not only when their frame ends."""
 MAX_DEVIATIONS = 8
 """After so many updates whose gradients were not let go, they are copied for good."""
 NEVER_REPLAYED = frozenset(("torch.optim.LBFGS",))
 _version = attrgetter("_version")
 _grad = attrgetter("grad")
+_num_owners: Callable[[torch.Tensor], int] = torch.Tensor._use_count  # type: ignore[attr-defined]
 _use_count: Callable[[int], int] = torch._C._storage_Use_Count
 
 
@@ -68,6 +69,8 @@ class Recorder(Protocol):
 
     def state_loaded(self, optimizer: str) -> None: ...
 
+    def is_quiet(self) -> bool: ...
+
 
 class _Held:
     """Gradients of one update, held by reference until it is sure what becomes of them."""
@@ -76,19 +79,23 @@ class _Held:
         self, params: list[torch.Tensor], grads: list[torch.Tensor | None], seal: Seal | None,
         versions: list[int] | None = None, *, grad_of: Callable[[Any], Any] = _grad,
     ) -> None:  # fmt: skip
+        """`versions`: where all of them have a gradient, their version counters."""
         self._grad_of = grad_of
-        if any(map(is_, grads, repeat(None))):
-            versions = None if versions is None else [v for v, g in zip(versions, grads, strict=True) if g is not None]
+        if versions is None:
             params = [p for p, g in zip(params, grads, strict=True) if g is not None]
             grads = [g for g in grads if g is not None]
+            versions = list(map(_version, grads))
         self.params = params
-        self.grads: list[Any] = list(grads)
-        self.versions = list(map(_version, self.grads)) if versions is None else versions
+        self.grads: list[Any] = grads.copy()
+        self.versions = versions
         self.seal = seal
+        if seal is not None:
+            seal.release = self.release
         self.update: PendingUpdate | None = None
         self.was_released = False
         self.suspect = False
         """They were let go while something else could still write to their memory."""
+        self._lock = threading.Lock()
         self.copies: list[torch.Tensor] = []
         """What they were, where they were copied to learn what becomes of them."""
 
@@ -104,14 +111,43 @@ class _Held:
         """Whether any is still on its parameter."""
         return any(map(is_, map(self._grad_of, self.params), self.grads))
 
-    def released(self, *, dropped: bool = False) -> bool:
-        """Whether nobody but Everstep can reach them: not on the parameter, no other reference, memory not shared.
+    def released(self) -> bool:
+        """Whether nobody but Everstep can reach them: not on a parameter, no other reference, memory not shared."""
+        # A tensor has one owner if its Python object is all that holds it; a parameter would be another.
+        return (
+            self.untouched()
+            and max(map(_num_owners, self.grads), default=1) == 1
+            and not self._referenced()
+            and not self.shared()
+        )
 
-        `dropped`: it is known that no parameter has them any more.
-        """
-        if (not dropped and self.attached()) or not self.untouched():
-            return False
-        return not self._referenced() and not self.shared(thorough=False)
+    def release(self) -> bool:
+        """Open the seal and let go of them, if they have been released. Returns whether it is open (any thread)."""
+        assert self.seal is not None
+        with self._lock:
+            if not self.seal.open.is_set():
+                if self.suspect or not self.released():
+                    return False
+                self._let_go()
+            return True
+
+    def _let_go(self) -> None:
+        assert self.seal is not None
+        self.was_released = True
+        self.seal.break_open()
+        self.grads, self.params, self.versions, self.update = [], [], [], None
+
+    def open(self, results: Callable[[], list[Item]]) -> bool:
+        """Open the seal of gradients that have been read. Returns whether they can be trusted; else `results` are stored."""
+        assert self.seal is not None
+        with self._lock:
+            if self.seal.open.is_set():
+                return True
+            good = not (self.suspect or not self.untouched() or self.shared())
+            if not good:
+                self.seal.instead = results()
+            self.seal.break_open()
+            return good
 
     def _referenced(self) -> bool:
         """Whether anybody else holds one of them."""
@@ -124,15 +160,9 @@ class _Held:
             counts[writing] = 0
         return max(counts, default=0) > 3
 
-    def shared(self, *, thorough: bool = True) -> bool:
-        """Whether other tensors or arrays see the memory: some of those write without moving a version counter.
-
-        Not `thorough`: of many gradients only some are looked at, others at other times.
-        """
-        grads = self.grads
-        if not thorough and len(grads) > LOOK_AT_ALL:
-            grads = grads[next(_turns) % SHARE :: SHARE]
-        return any(_sharing(grads))
+    def shared(self) -> bool:
+        """Whether other tensors or arrays see the memory: some of those write without moving a version counter."""
+        return any(_sharing(self.grads))
 
 
 class Tap:
@@ -154,6 +184,8 @@ class Tap:
         self._copies: list[torch.Tensor | None] | None = None
         self._take_after = False
         self._skipped = self._steady = False
+        self._usual = False
+        """The last update was taken by reference before its step, as those before it."""
         self._scale: torch.Tensor | None = None
         self._held: _Held | None = None
         self._clean = 0
@@ -218,7 +250,7 @@ class Tap:
     def regroup(self) -> None:
         """Learn the groups anew; what was learned of gradients starts over."""
         self._read_groups()
-        self._held, self._clean = None, 0
+        self._held, self._clean, self._usual = None, 0, False
         self._trials_left = max(self._trials_left, 1)
         self._at_commit, self._carry_seen, self._carries, self._left_at_commit = [], 0, True, False
 
@@ -238,15 +270,23 @@ class Tap:
 
     def changed_groups(self) -> list[Item]:
         """The groups, if any hyperparameter differs from what was last recorded."""
-        values = list(chain.from_iterable(map(dict.values, self.optimizer.param_groups)))
-        if len(values) == len(self._hyper_values) and all(map(is_, values, self._hyper_values)) and self._hyper_bytes:
+        if self._hyper_is_same():
             return []
-        self._hyper_values = values
+        self._hyper_values = list(chain.from_iterable(map(dict.values, self.optimizer.param_groups)))
         now = self._encode_hyper()
         if now is not None and now == self._hyper_bytes:
             return []
         self._hyper_bytes = now
         return [self.groups_item()]
+
+    def _hyper_is_same(self) -> bool:
+        """Whether every hyperparameter is the very object that was last recorded, and cannot have changed."""
+        values = list(chain.from_iterable(map(dict.values, self.optimizer.param_groups)))
+        return (
+            self._hyper_bytes is not None
+            and len(values) == len(self._hyper_values)
+            and all(map(is_, values, self._hyper_values))
+        )
 
     # -- hooks --------------------------------------------------------------------------------------------------------
 
@@ -258,6 +298,8 @@ class Tap:
             return None
         begun, stalled = time.perf_counter(), self._recorder.stall_s
         try:
+            if self._usual and len(args) < 2 and not kwargs and self._recorder.is_quiet() and self._take_as_usual():
+                return None
             return self._before_step(args, kwargs)
         finally:
             self.thread_s += time.perf_counter() - begun - (self._recorder.stall_s - stalled)
@@ -269,7 +311,13 @@ class Tap:
         if self._depth > 0:
             return
         begun = time.perf_counter()
-        self._after_step()
+        if self._steady and self._held is not None and self._is_last():
+            # What is usual: the writer has the gradients already.
+            self.updates += 1
+            self._grads = None
+            self._recorder.after_update(self.name)
+        else:
+            self._after_step()
         self.thread_s += time.perf_counter() - begun
 
     def _before_step(self, args: Any, kwargs: Any) -> Any:
@@ -278,7 +326,7 @@ class Tap:
             self._sum_partial()
         self._learn()
         self._grads = self._copies = None
-        self._take_after, self._scale, self._skipped, self._steady = False, None, False, False
+        self._take_after, self._scale, self._skipped, self._steady, self._usual = False, None, False, False, False
         if self._trials_left > 0 and not self.overwrite:
             self._trial = Trial(self.name, self.optimizer, self.params, self.uids, self.group_uids)
         closure = kwargs.get("closure") if "closure" in kwargs else (args[1] if len(args) > 1 else None)
@@ -303,6 +351,28 @@ class Tap:
             if p.grad is not None and sharding.is_partial(p.grad):
                 p.grad = p.grad.redistribute(placements=p.placements)  # type: ignore[attr-defined]
 
+    def _take_as_usual(self) -> bool:
+        """The same as _before_step after an update like all others, if this one is too; else nothing is done.
+
+        What is touched here for the first time in a step costs more than what is done with it: see decision 0008.
+        """
+        held = self._held
+        if held is None or not held.was_released or self._at_commit or self.results_due or not self._is_last():
+            return False
+        if self.groups_changed() or not self._hyper_is_same():
+            return False
+        if getattr(self.optimizer, "grad_scale", None) is not None or getattr(self.optimizer, "found_inf", None) is not None:
+            return False
+        grads = list(map(_grad, self.params))
+        try:
+            self._versions = list(map(_version, grads))
+        except AttributeError:  # some have none
+            return False
+        self._grads = grads
+        self._clean += 1
+        self._hand_over_steady()
+        return True
+
     def _take(self, *, has_closure: bool = False) -> None:
         """The gradients that are about to be consumed. (A closure may be called again: then these were not the last.)"""
         if self.overwrite:
@@ -326,6 +396,7 @@ class Tap:
         self._versions = _versions_of(self._grads)
         if self._steady and not has_closure:
             self._hand_over_steady()
+            self._usual = self._deviations < MAX_DEVIATIONS and not self._is_sharded
 
     def _must_copy(self) -> bool:
         return self._writes_grads or self._clean < LEARNING_UPDATES
@@ -337,6 +408,7 @@ class Tap:
 
     def _after_step(self) -> None:
         late_hook = not self._is_last()
+        self._usual = False
         self._move_last()
         self.updates += 1
         if self.overwrite or self._grads is None:
@@ -371,7 +443,8 @@ class Tap:
         """
         assert self._grads is not None
         seal = Seal()
-        self._held = _Held(self.params, self._grads, seal, self._versions, grad_of=self._grad_of)
+        versions = None if -1 in self._versions else self._versions
+        self._held = _Held(self.params, self._grads, seal, versions, grad_of=self._grad_of)
         self._held.update = update = PendingUpdate(self.name, self.uids, self._grads, seal, num_bytes=self.param_bytes)
         self._recorder.put(update)
 
@@ -379,7 +452,7 @@ class Tap:
         """What was handed over before the step is not what it consumed: results follow instead."""
         if self._held is not None and self._held.seal is not None:
             self._held.seal.instead = []
-            self._held.seal.open.set()
+            self._held.seal.break_open()
 
     def _hand_over(self) -> None:
         assert self._grads is not None
@@ -466,20 +539,15 @@ class Tap:
 
     # -- what becomes of gradients ------------------------------------------------------------------------------------
 
-    def settle(self, *, force: bool = False, dropped: bool = False) -> None:
-        """Open the seal of the last update if that can be done now.
-
-        `force`: wait for the writer if it must be; `dropped`: the gradients have just been taken off the parameters.
-        """
+    def settle(self, *, force: bool = False) -> None:
+        """Open the seal of the last update if that can be done now. `force`: wait for the writer if it must be."""
         held = self._held
         if held is None or held.seal is None or held.seal.open.is_set():
             return
-        if not held.suspect and held.released(dropped=dropped):
-            held.seal.open.set()
-            held.was_released = True
+        grads, update = held.grads, held.update
+        if held.release():
             if held.seal.read.is_set():
-                self._recorder.dispose(held.grads)  # else the writer is the last to hold them
-            held.grads, held.params, held.versions, held.update = [], [], [], None
+                self._recorder.dispose([grads, update])  # else the writer is the last to hold them
             return
         held.suspect = held.suspect or (not held.attached() and held.shared())
         if force:
@@ -487,13 +555,10 @@ class Tap:
             begun = time.perf_counter()
             held.seal.read.wait()
             self._recorder.stall_s += time.perf_counter() - begun
-        if held.seal.read.is_set():
-            if held.suspect or not held.untouched() or held.shared():
-                self._never_shared = False
-                held.seal.instead = self.result_items()
-                self._clean, self._held = 0, None
-                self._deviations += 1
-            held.seal.open.set()
+        if held.seal.read.is_set() and not held.open(self.result_items):
+            self._never_shared = self._usual = False
+            self._clean, self._held = 0, None
+            self._deviations += 1
 
     def _note_late_carry(self, held: _Held) -> None:
         """The next update comes and the gradients are still on their parameters: they belong to the last commit's state."""
@@ -546,11 +611,20 @@ class Tap:
                 tap.settle(force=True)
             original(set_to_none=set_to_none)
             begun = time.perf_counter()
-            tap.settle(dropped=set_to_none)
+            tap._dropped()
             tap.thread_s += time.perf_counter() - begun
 
         self._zero_grad = zero_grad
         self.optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+
+    def _dropped(self) -> None:
+        """The gradients have been taken off their parameters: of many, the writer thread finds out what else has them."""
+        held = self._held
+        if held is None or held.seal is None:
+            return
+        if len(held.grads) <= LOOK_AT_ONCE:
+            self.settle()
+        held.seal.dropped.set()
 
     # -- results and carried gradients --------------------------------------------------------------------------------
 
@@ -618,7 +692,7 @@ class Tap:
         """
         if held is None or held.seal is None:
             return False
-        if held.seal.open.is_set() or not held.attached():
+        if held.seal.dropped.is_set() or not held.attached():
             return True
         # Whoever writes into one of them in place mostly writes into all: two are looked at here, all at the next update.
         ends = (0, -1)
@@ -645,6 +719,21 @@ class Tap:
                 found.append((uid, kind, grad))
         return found
 
+    def has_nothing_to_tell(self) -> bool:
+        """At a commit: whether the update was taken as usual, its gradients are gone, and the groups are as they were."""
+        held = self._held
+        return (
+            self._usual
+            and self._depth == 0
+            and not (self.results_due or self._carries or self._carry_kinds or self._left_at_commit)
+            and self._carry_seen >= 2
+            and held is not None
+            and held.seal is not None
+            and held.seal.dropped.is_set()
+            and not self.groups_changed()
+            and self._hyper_is_same()
+        )
+
     def accumulating(self) -> bool:
         """Whether gradients have appeared or grown since the last update: an accumulation is under way."""
         held = self._held
@@ -656,6 +745,7 @@ class Tap:
         if not self._depth:
             return False
         self._depth = 0
+        self._usual = False
         self.results_due = True
         if self._steady:
             self._take_back()

@@ -14,10 +14,10 @@ Everything here runs on the training thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
-from operator import attrgetter, is_
+from operator import attrgetter, is_, sub
 from typing import Any
 
 import torch
@@ -60,22 +60,28 @@ class StateLook:
 
     watch: Watch
     name: str
-    read: Callable[[str], list[Any]]
     values: list[Any]
     tensors: list[torch.Tensor]
     versions: list[int]
+    delta: list[int]
+    num_updates: int
 
     def run(self) -> bool:
         """Whether everything is as it must be; if not, the watch is alarmed."""
-        now = self.read(self.name)
+        now = self.watch.values(self.name)
         good = (
             len(now) == len(self.values)
             and all(map(is_, now, self.values))
-            and list(map(_versions, self.tensors)) == self.versions
+            and list(map(_versions, self.tensors)) == _moved(self.versions, self.delta, self.num_updates)
         )
         if not good:
             self.watch.alarm(self.name)
         return good
+
+
+def _moved(versions: list[int], delta: list[int], num_updates: int) -> list[int]:
+    """Where so many updates bring version counters."""
+    return [v + num_updates * d for v, d in zip(versions, delta, strict=True)]
 
 
 class Watched:
@@ -136,6 +142,11 @@ class Watch:
         """Optimizers whose effect on version counters cannot be foretold."""
         self._deltas: dict[str, _Delta | None] = dict.fromkeys(optimizers)
         self._updates = dict.fromkeys(optimizers, 0)
+        """Since the last commit."""
+        self._unread_updates = dict.fromkeys(optimizers, 0)
+        """Since the version counters of its state were read."""
+        self._calm = False
+        """Nothing but version counters needs a look until something unusual happens."""
         self._surprises = dict.fromkeys(optimizers, 0)
         self._volatile: set[int] = set()
         self._slice: list[tuple[Watched, int, int, int, int]] = []
@@ -153,6 +164,7 @@ class Watch:
 
     def install(self, inventory: Inventory) -> None:
         """(Re)build for these live objects."""
+        self._calm = False
         labels = inventory.labels()
         roles = {a.uid: a.role for a in inventory.layout.atoms}
         self._inventory = inventory
@@ -186,7 +198,7 @@ class Watch:
         for pack in self._small:
             pack.note()
 
-    def _values(self, name: str) -> list[Any]:
+    def values(self, name: str) -> list[Any]:
         try:
             return list(chain.from_iterable(map(dict.values, self._optimizers[name].state.values())))
         except TypeError:  # an optimizer that keeps other things than dicts in its state
@@ -211,9 +223,14 @@ class Watch:
         self._states[name] = found
         self._state_tensors[name] = [w.tensor for w in found]
         self._everything = None
-        self._state_values[name] = self._values(name)
+        self._state_values[name] = self.values(name)
         self._state_sizes[name] = len(optimizer.state)
-        self._state_versions[name] = list(map(_versions, self._state_tensors[name]))
+        self._read_state_versions(name)
+
+    def _read_state_versions(self, name: str) -> list[int]:
+        self._unread_updates[name] = 0
+        versions = self._state_versions[name] = list(map(_versions, self._state_tensors[name]))
+        return versions
 
     def targets(self) -> tuple[list[Watched], list[Watched]]:
         """(parameters and large buffers, optimizer state): what makes up the state, apart from small buffers."""
@@ -221,12 +238,19 @@ class Watch:
             self._all_states = [w for states in self._states.values() for w in states]
         return self._tensors, self._all_states
 
-    def quiet_targets(self) -> tuple[list[Watched], list[Watched]]:
-        """The same without what is known to change between commit and update: that is hashed at the commit itself."""
+    def quiet_targets(self) -> tuple[list[Watched], list[int], list[Watched]]:
+        """(parameters and large buffers, their version counters at the commit, optimizer state) to be hashed.
+
+        Without what is known to change between commit and update: that is hashed at the commit itself.
+        """
         tensors, states = self.targets()
         if not self._volatile:
-            return tensors, states
-        return [w for w in tensors if not w.volatile], [w for w in states if not w.volatile]
+            return tensors, self._versions, states
+        return (
+            [w for w in tensors if not w.volatile],
+            [v for w, v in zip(tensors, self._versions, strict=True) if not w.volatile],
+            [w for w in states if not w.volatile],
+        )
 
     def is_volatile(self, uid: int) -> bool:
         return uid in self._volatile
@@ -243,18 +267,26 @@ class Watch:
 
     def states_to_look_at(self) -> list[StateLook]:
         """What the audit's thread compares after this commit, in place of the training thread."""
-        if self._precise():
+        if not self._calm and self._precise():
             return []
-        return [
-            StateLook(self, name, self._values, self._state_values[name], self._state_tensors[name],
-                      self._state_versions[name])
-            for name in self._optimizers
-            if len(self._state_tensors[name]) > LOOK_HERE_TENSORS
-        ]  # fmt: skip
+        found = []
+        for name in self._optimizers:
+            delta = self._deltas[name]
+            if len(self._state_tensors[name]) > LOOK_HERE_TENSORS and delta is not None:
+                found.append(
+                    StateLook(self, name, self._state_values[name], self._state_tensors[name],
+                              self._state_versions[name], delta.states, self._unread_updates[name])
+                )  # fmt: skip
+        return found
 
     def look_at_states(self, name: str) -> None:
         """The optimizer's state was replaced: the next check must see it."""
+        self._calm = False
         self._unstable.add(name)
+
+    def is_calm(self) -> bool:
+        """Whether before_update would find nothing to look at."""
+        return self._calm and not self._alarm and not self.hidden_edits
 
     def alarm(self, name: str) -> None:
         """Somebody edited this optimizer's state: look closely before its next update (any thread)."""
@@ -262,7 +294,10 @@ class Watch:
 
     def before_update(self) -> list[Item]:
         """What changed since the last boundary, copied, as far as it must be known before an update."""
+        if self._calm and not self._alarm:
+            return []
         if self._alarm:
+            self._calm = False
             self._unstable |= self._alarm
             self._alarm.clear()
         if self._precise():
@@ -274,14 +309,36 @@ class Watch:
 
     def at_commit(self) -> list[Item]:
         """What changed since the last boundary, copied."""
-        if self._precise():
-            items = self._check_all()
+        if not self._calm or not self._as_expected():
+            items = self._check_all() if self._precise() else self._check_expected()
+            self._calm = not (items or self._slice or self._precise())
         else:
-            items = self._check_expected()
+            items = []
         for pack in self._small:
             items += pack.changes()
             self.reshaped |= pack.reshaped
         return items
+
+    def _as_expected(self) -> bool:
+        """Whether all counters are where one update of one optimizer brings them: what is usual, found out quickly."""
+        updated = [name for name, count in self._updates.items() if count]
+        if len(updated) != 1 or self._updates[updated[0]] != 1:
+            return False
+        for name, optimizer in self._optimizers.items():
+            if len(optimizer.state) != self._state_sizes[name] or len(self._state_tensors[name]) <= LOOK_HERE_TENSORS:
+                return False
+        delta = self._deltas[updated[0]]
+        versions = list(map(_versions, self._param_tensors))
+        if (
+            delta is None
+            or list(map(sub, versions, self._versions)) != delta.tensors
+            or list(map(_pointers, self._param_tensors)) != self._pointers
+        ):
+            return False
+        self._versions = versions
+        self._updates[updated[0]] = 0
+        self._unread_updates[updated[0]] += 1
+        return True
 
     def _precise(self) -> bool:
         """Whether counters are read around every update, because its effect on them is not (yet) known."""
@@ -302,11 +359,9 @@ class Watch:
             if count:
                 delta = self._deltas[name]
                 assert delta is not None
+                self._unread_updates[name] += count
                 if delta.moves:
-                    self._versions = [v + count * d for v, d in zip(self._versions, delta.tensors, strict=True)]
-                    self._state_versions[name] = [
-                        v + count * d for v, d in zip(self._state_versions[name], delta.states, strict=True)
-                    ]
+                    self._versions = _moved(self._versions, delta.tensors, count)
         changed = self._moved_tensors(self._volatile)
         touched: dict[tuple[str, int], None] = {}
         for name, optimizer in self._optimizers.items():
@@ -365,7 +420,7 @@ class Watch:
         return items
 
     def _check_states(self, name: str, touched: dict[tuple[str, int], None]) -> None:
-        values = self._values(name)
+        values = self.values(name)
         cached = self._state_values[name]
         if len(values) != len(cached) or not all(map(is_, values, cached)):
             before = {w.uid: w for w in self._states[name]}
@@ -379,12 +434,15 @@ class Watch:
             # Values that are no tensors (numbers, None) may have been set too.
             touched.update(dict.fromkeys(self._non_tensor_owners(name)))
             return
-        versions = list(map(_versions, self._state_tensors[name]))
-        if versions != self._state_versions[name]:
-            for w, new, old in zip(self._states[name], versions, self._state_versions[name], strict=True):
-                if new != old and w.owner is not None:
-                    touched[(name, w.owner[1])] = None
-            self._state_versions[name] = versions
+        delta = self._deltas[name]
+        count = self._unread_updates[name]
+        expected = self._state_versions[name]
+        if count:
+            assert delta is not None
+            expected = _moved(expected, delta.states, count)
+        for w, new, old in zip(self._states[name], self._read_state_versions(name), expected, strict=True):
+            if new != old and w.owner is not None:
+                touched[(name, w.owner[1])] = None
 
     def _non_tensor_owners(self, name: str) -> list[tuple[str, int]]:
         uid_of = self._inventory.uid_of
@@ -423,13 +481,16 @@ class Watch:
             values = None if p is None else self._optimizers[name].state.get(p)
             frozen = None if values is None else tree.freeze(sharding.local_values(values), path=name)
             items.append(PendingState(name, uid, frozen))
-            self._state_versions[name] = list(map(_versions, self._state_tensors[name]))
+            self._read_state_versions(name)
         return items
 
     # -- around updates -----------------------------------------------------------------------------------------------
 
     def after_update(self, name: str) -> None:
         """The optimizer has just moved its parameters and state, as it should."""
+        if self._calm:
+            self._updates[name] += 1
+            return
         if self._precise():
             self._look_again(name)
         else:
@@ -439,11 +500,11 @@ class Watch:
     def _look_again(self, name: str) -> None:
         """Read all counters right after an update, and learn how it moves them."""
         before = self._versions, self._state_versions[name]
-        values = self._values(name)
+        values = self.values(name)
         cached = self._state_values[name]
         same = len(values) == len(cached) and all(map(is_, values, cached))
         if same:
-            self._state_versions[name] = list(map(_versions, self._state_tensors[name]))
+            self._read_state_versions(name)
         else:
             self._read_states(name)
         versions = list(map(_versions, self._param_tensors))
@@ -469,6 +530,7 @@ class Watch:
 
     def look_closely(self) -> None:
         """Compare everything for some steps again."""
+        self._calm = False
         self._full_left = FULL_STEPS
         for name in self._optimizers:
             self._deltas[name], self._updates[name] = None, 0

@@ -53,10 +53,10 @@ def main(argv: list[str] | None = None) -> int:
         begun = time.perf_counter()
         try:
             compactor.advance(step)
-            event: dict[str, Any] = {"event": "folded", "step": step, "complete": compactor.complete}
+            event: dict[str, Any] = {"event": "folded", "step": step, "proven": compactor.proven}
             if "base" in command:
                 manifest = compactor.write_base(direct=args.direct)
-                event = {"event": "base", "step": manifest.step, "complete": compactor.complete}
+                event = {"event": "base", "step": manifest.step, "proven": compactor.proven}
         except AuditError as e:
             event = {"event": "mismatch", "step": e.step, "message": str(e)}
         except EverstepError as e:

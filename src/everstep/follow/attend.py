@@ -137,7 +137,7 @@ class ShadowKeeper(Keeper):
             self._say(f"everstep: {self._path.path}: {why}: the log goes to disk from step {self._durable + 1} on")
         elif self._spilled:
             self.spilled_steps += 1
-            if lag < limit / 2 and not scarce and self.folded >= self._durable - 2:
+            if lag < limit / 2 and not scarce and self.folded >= self._durable - 4:
                 self._spilled = False
                 self._log.place = self._memory
                 self._say(f"everstep: {self._path.path}: the shadow has caught up at step {self._durable}")

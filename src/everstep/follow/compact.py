@@ -122,6 +122,8 @@ class Compactor(Held):
     """The lazy follower: brings the state forward when it is told to, from the log on disk."""
 
     _chunk_bytes = 1 << 30
+    proven = -1
+    """The last step of which every bit was compared with the trainer's."""
 
     def advance(self, step: int) -> None:
         """Fold up to this durable step and check its audit. AuditError names the first step that differs."""
@@ -174,14 +176,19 @@ class Compactor(Held):
             size += entry.end_offset - entry.offset
         plan = self._plan(entries[-1].step, tuple(entries))
         frames, readers = open_frames(line, plan)
+        # Hashes of all of the state are not in every frame: the last that has them is compared on the way.
+        whole = max((i for i, frame in enumerate(frames, 1) if frame.footer.audit_complete), default=0)
         try:
             header = line.segments[entries[-1].path].header
-            bad = self.fold(frames, header.fingerprint if header is not None else {})
+            for part in (frames[:whole], frames[whole:]):
+                bad = self.fold(part, header.fingerprint if header is not None else {}) if part else []
+                if bad:
+                    raise self._first_difference(bad, part[-1].entry.step)
+                if part and self.complete:
+                    self.proven = part[-1].entry.step
         finally:
             for reader in readers:
                 reader.close()
-        if bad:
-            raise self._first_difference(bad, entries[-1].step)
         for entry in entries:
             line.frames.pop(entry.step, None)
 

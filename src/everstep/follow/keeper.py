@@ -198,8 +198,7 @@ class Keeper:
         if event["event"] == "base":
             self._follower_bases += 1
             self._followers = 0
-            if event["complete"]:
-                self.proven_step = event["step"]
+            self.proven_step = max(self.proven_step, event["proven"])
             self.base_step = max(self.base_step, event["step"])
             self._retain()
         elif event["event"] == "mismatch":

@@ -32,6 +32,10 @@ from everstep.store.segments import FrameEntry, Segment, StoredFrame
 MEMORY, DISK = "memory", "disk"
 """Where a segment is: the first part of its name in messages."""
 _BATCH_FRAMES = 16
+AT_ONCE_FRAMES = 2
+"""So many are waited for: folded together they take the state through memory once, and one look at its hashes."""
+_PATIENCE_S = 0.5
+"""A frame that stays alone is folded after so long."""
 
 
 @dataclass
@@ -172,7 +176,7 @@ class Shadow:
 
     def _turn(self) -> None:
         with self._work:
-            self._work.wait_for(lambda: bool(self._jobs) or self._can_fold(), timeout=1.0)
+            self._work.wait_for(lambda: bool(self._jobs) or self._should_fold(), timeout=_PATIENCE_S)
             job = self._jobs.popleft() if self._jobs else None
         try:
             if job is not None:
@@ -206,6 +210,13 @@ class Shadow:
         if held is None or held.step is None or self._handed_out or held.step >= self.watermark:
             return False
         return held.step + 1 in self._entries
+
+    def _should_fold(self) -> bool:
+        held = self._held
+        if not self._can_fold() or held is None or held.step is None:
+            return False
+        last = held.step + AT_ONCE_FRAMES
+        return not self.attached or (last in self._entries and last <= self.watermark)
 
     def _fold_all(self) -> None:
         while self._can_fold():

@@ -24,7 +24,7 @@ _GROW_BYTES = 1 << 20
 _MAX_PATH_BYTES = 90
 """With the name of a socket in it, what the system takes."""
 _SPARE_BYTES = 64 << 20
-"""Files that were given back are kept for the next segments up to this size in all; one is kept in any case."""
+"""Files that were given back are kept for the next segments up to this size in all; two are kept in any case."""
 SEGMENT_BYTES = 4 << 20
 """A new segment after so much: large frames have one each, and are recycled one by one."""
 
@@ -178,7 +178,7 @@ class MemoryPlace:
         paths = [file.path for file in given_back]
         self._full[:] = [file for file in self._full if file not in given_back]
         self._free += given_back
-        while len(self._free) > 1 and sum(len(file.memory) for file in self._free) > _SPARE_BYTES:
+        while len(self._free) > 2 and sum(len(file.memory) for file in self._free) > _SPARE_BYTES:
             file = self._free.pop(0)
             with contextlib.suppress(OSError):
                 os.unlink(file.path)
