@@ -272,7 +272,7 @@ def whole_state(t: Training) -> dict[str, Any] | None:
         state["model"][name] = _whole(tensor)
     for group in optimizer.param_groups:
         for p in group["params"]:
-            state["groups"][names[id(p)]] = {k: v for k, v in group.items() if k != "params"}
+            state["groups"][names[id(p)]] = {k: group[k] for k in sorted(group) if k != "params"}
             state["state"][names[id(p)]] = {k: _whole(v) for k, v in optimizer.state[p].items()}
     if not dist.is_initialized():
         return _joined([state])

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
+from pathlib import Path
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from builders import one, whole_state
 from layouts import LAYOUTS
-from transformer import global_batch
+from transformer import TIED, global_batch
 
+import everstep
 from support import equal
+
+STEPS = 3
+OPTIONS: dict[str, Any] = {"quiet": True, "audit": "full", "durability": "os"}
 
 
 def train_plainly(layout: str, optimizer: str, steps: int) -> list[float]:
@@ -26,6 +34,89 @@ def train_plainly(layout: str, optimizer: str, steps: int) -> list[float]:
     losses = [training.step(global_batch(i)) for i in range(steps)]
     whole_state(training)
     return losses
+
+
+def record(layout: str, kind: str, folder: str) -> list[float]:
+    """Train STEPS steps with Everstep and as many more without it; the losses.
+
+    Leaves in `folder`: `killed`, the run as a kill after the last of those steps would leave it; `closed`, the run after
+    close(); `state.pt`, the state that both must lead to.
+    """
+    training = LAYOUTS[layout].build(kind)
+    path, first = Path(folder), is_first()
+    losses = []
+    with everstep.attach(training.model, training.optimizer, path / "closed", **OPTIONS) as run:
+        assert run.resume() == 0
+        for i in range(STEPS):
+            losses.append(training.step(global_batch(i)))
+            assert run.commit() == i + 1
+        state = whole_state(training)
+        run.flush()
+        together()
+        if first:
+            shutil.copytree(path / "closed", path / "killed")
+            torch.save(state, path / "state.pt")
+        together()
+    return losses + [training.step(global_batch(STEPS + i)) for i in range(STEPS)]
+
+
+def go_on(layout: str, kind: str, run_path: str, state_path: str) -> tuple[list[str], list[float]]:
+    """Resume a run and train STEPS more steps; what differs from the state recorded (on rank 0), and the losses.
+
+    The same is asked of the run itself, before and after: whatever the layout, it gives whole tensors.
+    """
+    training = LAYOUTS[layout].build(kind)
+    first = is_first()
+    wanted = torch.load(state_path) if first else None
+    problems = differences(wanted, stored(run_path), "in the run") if first else []
+    losses = []
+    with everstep.attach(training.model, training.optimizer, run_path, **OPTIONS) as run:
+        assert run.resume() == STEPS
+        problems += differences(wanted, whole_state(training), "restored")
+        for i in range(STEPS, 2 * STEPS):
+            losses.append(training.step(global_batch(i)))
+            assert run.commit() == i + 1
+    wanted = whole_state(training)
+    together()
+    if first:
+        problems += differences(wanted, stored(run_path), f"in the run after {STEPS} more steps")
+    return problems, losses
+
+
+def stored(run_path: str | Path) -> dict[str, Any]:
+    """What a run says about its newest step, in the form of whole_state."""
+    state = everstep.open(run_path).state()
+    optimizer = state["optimizer"]
+    groups = {
+        name: {k: group[k] for k in sorted(group) if k != "params"}
+        for group in optimizer["param_groups"]
+        for name in group["params"]
+    }
+    model = {name: tensor for name, tensor in state["model"].items() if name != TIED}
+    return {"model": model, "state": optimizer["state"], "groups": groups}
+
+
+def differences(wanted: dict[str, Any] | None, found: dict[str, Any] | None, where: str) -> list[str]:
+    """Where two whole states differ; order of names apart."""
+    if wanted is None or found is None:
+        return []
+    return [
+        f"{where}: {difference}"
+        for part, entries in wanted.items()
+        for difference in equal(entries, dict(sorted(found[part].items())), part)
+    ]
+
+
+def is_first() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def together() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+# ------------------------------------------------------------------------------------------ of the world itself
 
 
 def say(word: str) -> list[object]:

@@ -17,6 +17,8 @@ from torch.distributed.tensor import DTensor
 
 VOCABULARY, WIDTH, HEADS, HEAD_WIDTH, HIDDEN, BLOCKS, LENGTH = 101, 27, 4, 6, 52, 2, 8
 EXPERTS, EXPERT_HIDDEN = 3, 20
+TIED = "head.weight"
+"""Another name of embed.weight."""
 BATCH = 8
 """Sequences in the global batch, whatever the layout."""
 
