@@ -29,9 +29,13 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from transformer import (
+    BATCH,
     BLOCKS,
     EXPERTS,
+    LENGTH,
     OPTIMIZERS,
+    VOCABULARY,
+    WIDTH,
     Transformer,
     build_model,
     build_optimizer,
@@ -41,6 +45,7 @@ from transformer import (
 
 from support import equal
 
+MICROBATCHES = 2
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -193,8 +198,14 @@ def pp(kind: str) -> Training:
     if parts > 1:
         # Rebuilding buckets fails with several microbatches (an internal assertion of torch); this one is not rebuilt.
         trained = DistributedDataParallel(model, process_group=mesh["data"].get_group(), find_unused_parameters=True)
-    pipe = PipelineStage(trained, stage, 2, torch.device("cpu"), group=mesh["stage"].get_group())
-    schedule = ScheduleGPipe(pipe, n_microbatches=2, loss_fn=loss_of)
+    # With shapes given, torch runs no forward of its own to find them; DDP's first step would differ by it.
+    size = BATCH // parts // MICROBATCHES
+    tokens = torch.zeros(size, LENGTH, dtype=torch.int64)
+    hidden, logits = (torch.zeros(size, LENGTH, width, requires_grad=True) for width in (WIDTH, VOCABULARY))
+    inputs, outputs = (tokens, hidden) if model.first else (hidden, logits)
+    group = mesh["stage"].get_group()
+    pipe = PipelineStage(trained, stage, 2, torch.device("cpu"), inputs, outputs, group=group)
+    schedule = ScheduleGPipe(pipe, n_microbatches=MICROBATCHES, loss_fn=loss_of)
     optimizer = build_optimizer(trained, kind)
 
     def step(batch: Batch) -> float:
@@ -204,7 +215,7 @@ def pp(kind: str) -> Training:
             schedule.step(tokens)
         else:
             schedule.step(target=wanted, losses=losses)
-        dist.all_reduce(model.embed.weight.grad, group=mesh["stage"].get_group())
+        dist.all_reduce(model.embed.weight.grad, group=group)
         optimizer.step()
         if model.first:
             _count(model)

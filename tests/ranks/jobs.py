@@ -40,7 +40,7 @@ def record(layout: str, kind: str, folder: str) -> list[float]:
     """Train STEPS steps with Everstep and as many more without it; the losses.
 
     Leaves in `folder`: `killed`, the run as a kill after the last of those steps would leave it; `closed`, the run after
-    close(); `state.pt`, the state that both must lead to.
+    close(); `state.pt`, the state that both must lead to; `later.pt`, the state after all steps.
     """
     training = LAYOUTS[layout].build(kind)
     path, first = Path(folder), is_first()
@@ -57,29 +57,36 @@ def record(layout: str, kind: str, folder: str) -> list[float]:
             shutil.copytree(path / "closed", path / "killed")
             torch.save(state, path / "state.pt")
         together()
-    return losses + [training.step(global_batch(STEPS + i)) for i in range(STEPS)]
+    losses += [training.step(global_batch(STEPS + i)) for i in range(STEPS)]
+    later = whole_state(training)
+    if first:
+        torch.save(later, path / "later.pt")
+    return losses
 
 
-def go_on(layout: str, kind: str, run_path: str, state_path: str) -> tuple[list[str], list[float]]:
-    """Resume a run and train STEPS more steps; what differs from the state recorded (on rank 0), and the losses.
+def go_on(layout: str, kind: str, run_path: str, source: str, same: bool) -> tuple[list[str], list[float]]:
+    """Resume a run and train STEPS more steps; what differs (on rank 0) from what was recorded in `source`; the losses.
 
-    The same is asked of the run itself, before and after: whatever the layout, it gives whole tensors.
+    With `same`, the later state must have the same bits too: the layout is the source's. The run itself is asked before
+    and after: whatever the layout, it gives whole tensors.
     """
     training = LAYOUTS[layout].build(kind)
     first = is_first()
-    wanted = torch.load(state_path) if first else None
-    problems = differences(wanted, stored(run_path), "in the run") if first else []
+    recorded = torch.load(Path(source) / "state.pt") if first else None
+    problems = differences(recorded, stored(run_path), "in the run") if first else []
     losses = []
     with everstep.attach(training.model, training.optimizer, run_path, **OPTIONS) as run:
         assert run.resume() == STEPS
-        problems += differences(wanted, whole_state(training), "restored")
+        problems += differences(recorded, whole_state(training), "restored")
         for i in range(STEPS, 2 * STEPS):
             losses.append(training.step(global_batch(i)))
             assert run.commit() == i + 1
-    wanted = whole_state(training)
+    now = whole_state(training)
     together()
     if first:
-        problems += differences(wanted, stored(run_path), f"in the run after {STEPS} more steps")
+        problems += differences(now, stored(run_path), f"in the run after {STEPS} more steps")
+        if same:
+            problems += differences(torch.load(Path(source) / "later.pt"), now, f"after {STEPS} more steps")
     return problems, losses
 
 

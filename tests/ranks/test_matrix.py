@@ -39,7 +39,7 @@ class Matrix:
         run = self.folder / f"{source} to {target}"
         shutil.copytree(self.folder / source / "killed", run)
         try:
-            results = self._run(target, "jobs:go_on", str(run), str(self.folder / source / "state.pt"))
+            results = self._run(target, "jobs:go_on", str(run), str(self.folder / source), source == target)
         except JobFailed as e:
             self.problems.append(f"{source} -> {target}: {e}")
             return
@@ -48,7 +48,7 @@ class Matrix:
         if losses != (wanted if source == target else pytest.approx(wanted, rel=0, abs=TOLERANCE)):
             self.problems.append(f"{source} -> {target}: losses {losses} instead of {wanted}")
 
-    def _run(self, layout: str, job: str, *args: str) -> list[list[object]]:
+    def _run(self, layout: str, job: str, *args: object) -> list[list[object]]:
         return self.world.run(job, layout, self.kind, *args, ranks=LAYOUTS[layout].ranks)
 
 
