@@ -1,0 +1,142 @@
+"""What the processes of a world are asked to do."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from builders import one, whole_state
+from layouts import LAYOUTS
+from transformer import TIED, global_batch
+
+import everstep
+from support import equal
+
+STEPS = 3
+OPTIONS: dict[str, Any] = {"quiet": True, "audit": "full", "durability": "os"}
+
+
+def train_plainly(layout: str, optimizer: str, steps: int) -> list[float]:
+    """Train without Everstep; the losses. What the ranks hold at the start is one model, put together again, and
+    replicas agree at the end (whole_state sees to that)."""
+    way = LAYOUTS[layout]
+    training = way.build(optimizer)
+    begun = whole_state(training)
+    if begun is not None:
+        whole = one(optimizer, way.family)
+        names = sorted([*whole.model.named_parameters(), *whole.model.named_buffers()])
+        assert not equal(begun["model"], dict(names))
+    losses = [training.step(global_batch(i)) for i in range(steps)]
+    whole_state(training)
+    return losses
+
+
+def record(layout: str, kind: str, folder: str) -> list[float]:
+    """Train STEPS steps with Everstep and as many more without it; the losses.
+
+    Leaves in `folder`: `killed`, the run as a kill after the last of those steps would leave it; `closed`, the run after
+    close(); `state.pt`, the state that both must lead to; `later.pt`, the state after all steps.
+    """
+    training = LAYOUTS[layout].build(kind)
+    path, first = Path(folder), is_first()
+    losses = []
+    with everstep.attach(training.model, training.optimizer, path / "closed", **OPTIONS) as run:
+        assert run.resume() == 0
+        for i in range(STEPS):
+            losses.append(training.step(global_batch(i)))
+            assert run.commit() == i + 1
+        state = whole_state(training)
+        run.flush()
+        together()
+        if first:
+            shutil.copytree(path / "closed", path / "killed")
+            torch.save(state, path / "state.pt")
+        together()
+    losses += [training.step(global_batch(STEPS + i)) for i in range(STEPS)]
+    later = whole_state(training)
+    if first:
+        torch.save(later, path / "later.pt")
+    return losses
+
+
+def go_on(layout: str, kind: str, run_path: str, source: str, same: bool) -> tuple[list[str], list[float]]:
+    """Resume a run and train STEPS more steps; what differs (on rank 0) from what was recorded in `source`; the losses.
+
+    With `same`, the later state must have the same bits too: the layout is the source's. The run itself is asked before
+    and after: whatever the layout, it gives whole tensors.
+    """
+    training = LAYOUTS[layout].build(kind)
+    first = is_first()
+    recorded = torch.load(Path(source) / "state.pt") if first else None
+    problems = differences(recorded, stored(run_path), "in the run") if first else []
+    losses = []
+    with everstep.attach(training.model, training.optimizer, run_path, **OPTIONS) as run:
+        assert run.resume() == STEPS
+        problems += differences(recorded, whole_state(training), "restored")
+        for i in range(STEPS, 2 * STEPS):
+            losses.append(training.step(global_batch(i)))
+            assert run.commit() == i + 1
+    now = whole_state(training)
+    together()
+    if first:
+        problems += differences(now, stored(run_path), f"in the run after {STEPS} more steps")
+        if same:
+            problems += differences(torch.load(Path(source) / "later.pt"), now, f"after {STEPS} more steps")
+    return problems, losses
+
+
+def stored(run_path: str | Path) -> dict[str, Any]:
+    """What a run says about its newest step, in the form of whole_state."""
+    state = everstep.open(run_path).state()
+    optimizer = state["optimizer"]
+    groups = {
+        name: {k: group[k] for k in sorted(group) if k != "params"}
+        for group in optimizer["param_groups"]
+        for name in group["params"]
+    }
+    model = {name: tensor for name, tensor in state["model"].items() if name != TIED}
+    return {"model": model, "state": optimizer["state"], "groups": groups}
+
+
+def differences(wanted: dict[str, Any] | None, found: dict[str, Any] | None, where: str) -> list[str]:
+    """Where two whole states differ; order of names apart."""
+    if wanted is None or found is None:
+        return []
+    return [
+        f"{where}: {difference}"
+        for part, entries in wanted.items()
+        for difference in equal(entries, dict(sorted(found[part].items())), part)
+    ]
+
+
+def is_first() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def together() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+# ------------------------------------------------------------------------------------------ of the world itself
+
+
+def say(word: str) -> list[object]:
+    return [word, dist.get_rank() if dist.is_initialized() else None, os.getpid()]
+
+
+def fail_on(rank: int) -> None:
+    """Raise on one rank while the others wait for it."""
+    if dist.get_rank() == rank:
+        raise ValueError("a rank that fails")
+    dist.barrier()
+
+
+def wait_for_ever() -> None:
+    dist.barrier()
+    time.sleep(1000)
