@@ -616,7 +616,8 @@ class Run:
         """This rank's boxes of S(at)."""
         source = Source(joint.find(at), at)
         wanted = {atom.uid: atom.box for atom in full.layout.atoms}
-        restored = fetch(source, wanted, rank=self._ranks.rank, live=self._optimizers)
+        updated = {uid for groups in full.groups.values() for group in groups for uid in group}
+        restored = fetch(source, wanted, rank=self._ranks.rank, live=self._optimizers, stateful=updated)
         order_like(restored.state, full)
         check_fits(restored.state, self._models, self._optimizers, self._options.rename)
         cursors.check_same_extras(self._extras, cursors.decode(restored.state.cursor)["extras"])

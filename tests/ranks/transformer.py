@@ -146,15 +146,13 @@ def global_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Matrices decay; embeddings have a rate of their own; biases and norms do not decay."""
-    groups: dict[str, dict[str, Any]] = {
-        "matrices": {"params": [], "lr": 3e-3, "weight_decay": 0.1},
-        "embeddings": {"params": [], "lr": 1e-3, "weight_decay": 0.0},
-        "rest": {"params": [], "lr": 2e-3, "weight_decay": 0.0},
-    }
+    """Matrices decay, vectors do not, and blocks learn at rates of their own: stages of a pipeline have other groups."""
+    groups: dict[tuple[str, bool], dict[str, Any]] = {}
     for name, p in model.named_parameters():
-        kind = "embeddings" if "embed." in name else "matrices" if p.ndim > 1 else "rest"
-        groups[kind]["params"].append(p)
+        part = name.partition("blocks.")[2].partition(".")[0]
+        rate = 1e-3 if not part else 2e-3 + 1e-3 * int(part)
+        options = {"lr": rate, "weight_decay": 0.1 if part and p.ndim > 1 else 0.0}
+        groups.setdefault((part, p.ndim > 1), {"params": [], **options})["params"].append(p)
     return list(groups.values())
 
 

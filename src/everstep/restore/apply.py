@@ -30,7 +30,7 @@ def check_fits(
         elif saved.spec.cls != class_name(type(optimizer)):
             problems.append(f"optimizer {name!r} is a {class_name(type(optimizer))}, the run has a {saved.spec.cls}")
         else:
-            problems += _compare_groups(state, live, name)
+            problems += _compare_groups(state, live, name, optimizer)
     problems += [f"optimizer {n!r} of the run was not given" for n in state.optimizers if n not in optimizers]
     if problems:
         raise MismatchError(
@@ -72,9 +72,9 @@ def _made_by_optimizer(atom: Atom, state: State) -> bool:
     return atom.owner in state.optimizers and atom.owner not in state.layout.models
 
 
-def _compare_groups(state: State, live: Inventory, name: str) -> list[str]:
+def _compare_groups(state: State, live: Inventory, name: str, optimizer: Optimizer) -> list[str]:
     labels = {**state_labels(state), **live.labels()}
-    saved, now = state.optimizers[name].params, live.groups[name]
+    saved, now = state.optimizers[name].params, _whole_groups(live, name, optimizer)
     problems: list[str] = []
     if _can_regroup(state.optimizers[name], now):
         return []
@@ -86,6 +86,8 @@ def _compare_groups(state: State, live: Inventory, name: str) -> list[str]:
                 f"optimizer {name!r}, group {i}: only in the run: {', '.join(only_saved) or 'none'}; only in the live "
                 f"group: {', '.join(only_live) or 'none'}"
             )
+    if outer_of(optimizer) is not None and len(saved) != len(now):
+        problems.append(f"optimizer {name!r} has {len(now)} groups, the run has {len(saved)}, and they cannot be regrouped")
     known = state.layout.by_uid()
     for i in range(len(saved), len(now)):
         strangers = [labels.get(u, str(u)) for u in now[i] if u not in known]
@@ -98,6 +100,14 @@ def _compare_groups(state: State, live: Inventory, name: str) -> list[str]:
     return problems
 
 
+def _whole_groups(live: Inventory, name: str, optimizer: Optimizer) -> list[tuple[int, ...]]:
+    """An optimizer's groups; with a ZeroRedundancyOptimizer those of all ranks together."""
+    outer = outer_of(optimizer)
+    if outer is None:
+        return live.groups[name]
+    return [tuple(live.uid_of[id(p)] for p in group["params"]) for group in outer.param_groups]
+
+
 def _can_regroup(saved: OptimizerState, now: Sequence[tuple[int, ...]]) -> bool:
     """Whether the same parameters are merely grouped in another way, each with the hyperparameters it had."""
     hyper = {uid: h for uids, h in zip(saved.params, saved.hyper, strict=False) for uid in uids}
@@ -105,11 +115,12 @@ def _can_regroup(saved: OptimizerState, now: Sequence[tuple[int, ...]]) -> bool:
     return (
         sorted(uids) == sorted(hyper)
         and all(now)
-        and all(_equal(hyper[group[0]], hyper[uid]) for group in now for uid in group)
+        and all(same_packed(hyper[group[0]], hyper[uid]) for group in now for uid in group)
     )
 
 
-def _equal(a: Any, b: Any) -> bool:
+def same_packed(a: Any, b: Any) -> bool:
+    """Whether two results of tree.pack are of equal values."""
     return msgspec.msgpack.encode(a) == msgspec.msgpack.encode(b)
 
 
@@ -157,7 +168,9 @@ def _overlaps(tensor: torch.Tensor) -> bool:
 
 
 def _apply_optimizer(state: State, live: Inventory, name: str, optimizer: Optimizer) -> None:
-    saved = _as_grouped(state.optimizers[name], live.groups[name])
+    outer = outer_of(optimizer)
+    saved = _as_grouped(state.optimizers[name], _whole_groups(live, name, optimizer))
+    updated = {u for group in live.groups[name] for u in group} if outer is not None else saved.state.keys()
     hyper = [tree.unpack(h) for h in saved.hyper]
     del optimizer.param_groups[len(saved.params) :]
     for i, uids in enumerate(saved.params):
@@ -166,7 +179,8 @@ def _apply_optimizer(state: State, live: Inventory, name: str, optimizer: Optimi
             optimizer.add_param_group({"params": params, **hyper[i]})
         group = optimizer.param_groups[i]
         # The dict and its list stay the same objects: schedulers and users may hold them.
-        group["params"][:] = params
+        if outer is None:  # else the parameters that are updated here stay those that are
+            group["params"][:] = params
         for key in [k for k in group if k != "params" and k not in hyper[i]]:
             del group[key]
         for key, value in hyper[i].items():
@@ -181,10 +195,9 @@ def _apply_optimizer(state: State, live: Inventory, name: str, optimizer: Optimi
     for uid, values in saved.state.items():
         if uid == 0:
             optimizer.state.update(values)  # type: ignore[arg-type]
-        else:
+        elif uid in updated:
             p = live.live[uid]
             optimizer.state[p] = {k: _placed(v, p) for k, v in values.items()}
-    outer = outer_of(optimizer)
     if outer is not None:  # its groups are copied into the inner one's before every step
         for group, values in zip(outer.param_groups, optimizer.param_groups, strict=True):
             group.update({k: v for k, v in values.items() if k != "params"})

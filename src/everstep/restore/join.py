@@ -22,6 +22,7 @@ from everstep.format.documents import GenerationDocument
 from everstep.frame import SetLayout
 from everstep.memory import same_bits
 from everstep.naming import Inventory
+from everstep.restore.apply import same_packed
 from everstep.restore.execute import Restored, layout_finder, open_frames, restore
 from everstep.restore.parts import part_of_layout
 from everstep.restore.plan import Line, describe_steps, line_of, line_to
@@ -166,13 +167,10 @@ class Source:
         """As one process would have it."""
         return Layout(tuple(self.atoms.values()), self.layouts[0].optimizers, self.layouts[0].models)
 
-    def group_order(self, optimizer: str, group: int) -> list[int]:
-        """Parameters of a group, as far as ranks have told how they are ordered."""
+    def parameter_order(self, optimizer: str) -> list[int]:
+        """Parameters of an optimizer's groups, as far as ranks have told how they are ordered."""
         return _merged([
-            groups[group]
-            for layout in self.layouts
-            for name, groups in layout.groups
-            if name == optimizer and group < len(groups)
+            group for layout in self.layouts for name, groups in layout.groups if name == optimizer for group in groups
         ])  # fmt: skip
 
     def whole(self) -> dict[int, Box]:
@@ -180,15 +178,18 @@ class Source:
         return {uid: atom.box for uid, atom in self.atoms.items()}
 
 
-def fetch(source: Source, wanted: Mapping[int, Box], *, rank: int = 0, live: Live | None = None) -> Restored:
+def fetch(
+    source: Source, wanted: Mapping[int, Box], *, rank: int = 0, live: Live | None = None, stateful: Set[int] | None = None
+) -> Restored:
     """S(step) with these boxes of these atoms, and what optimizers know of them; cursor of `rank`.
 
-    Buffers that each rank had for itself come from `rank` too, where it had them, else from the lowest that did.
+    `stateful`: of these parameters only (None: of all). Buffers that each rank had for itself come from `rank` too, where
+    it had them, else from the lowest that did.
     """
     era = source.era
     if era.world_size == 1 and dict(wanted) == source.whole():
         return restore(era.lines[0], source.step, live=live)
-    joiner = _Joiner(source, wanted)
+    joiner = _Joiner(source, wanted, stateful)
     proven, fingerprint = True, {}
     order = sorted(range(era.world_size), key=lambda r: (r != rank % era.world_size, r))
     for r in order:
@@ -227,8 +228,9 @@ def _batches(joiner: _Joiner, layout: Layout, boxes: Mapping[int, Box]) -> Itera
 class _Joiner:
     """Puts parts of states together into the boxes that are wanted."""
 
-    def __init__(self, source: Source, wanted: Mapping[int, Box]) -> None:
+    def __init__(self, source: Source, wanted: Mapping[int, Box], stateful: Set[int] | None) -> None:
         self._source = source
+        self._stateful = stateful
         self._wanted = {uid: box for uid, box in wanted.items() if uid in source.atoms}
         self._missing = {uid: _count(box) for uid, box in self._wanted.items()}
         self._touched: set[int] = set()
@@ -268,16 +270,36 @@ class _Joiner:
         ours = self.state.optimizers.get(name)
         if ours is None:
             ours = self.state.optimizers[name] = OptimizerState(theirs.spec, list(theirs.hyper), [() for _ in theirs.params])
-        for i in range(len(ours.params), len(theirs.params)):
-            ours.params.append(())
-            ours.hyper.append(theirs.hyper[i])
-        for i, group in enumerate(theirs.params):
-            ours.params[i] = (*ours.params[i], *(u for u in group if u not in ours.params[i] and u in self._wanted))
+        for i, (group, hyper) in enumerate(zip(theirs.params, theirs.hyper, strict=True)):
+            self._add_group(name, ours, i, [u for u in group if u in self._wanted], hyper)
         for uid, values in theirs.state.items():
             if uid == 0:
                 ours.state.setdefault(0, values)
+            elif self._stateful is not None and uid not in self._stateful:
+                continue
             elif uid in part.tensors and self.needs(uid, boxes[uid]):
                 ours.state[uid] = self._join_state(uid, ours.state.get(uid), values, part.tensors[uid], boxes[uid])
+
+    def _add_group(self, name: str, ours: OptimizerState, index: int, params: Sequence[int], hyper: Any) -> None:
+        """A rank's group: to the one that has its parameters, or stands in its place with the same hyperparameters.
+
+        Ranks may have groups of their own (stages of a pipeline with a learning rate for each layer): then it is one more.
+        """
+        if not params:
+            return
+        shared = next((i for i, group in enumerate(ours.params) if not set(group).isdisjoint(params)), None)
+        at = index if shared is None else shared
+        if at >= len(ours.params) or not same_packed(ours.hyper[at], hyper):
+            if shared is not None:
+                uid = next(u for u in params if u in ours.params[shared])
+                raise MismatchError(
+                    f"{self._source.atoms[uid].label()}: at step {self._source.step} ranks had different hyperparameters "
+                    f"for it (optimizer {name!r}): only the layout that the run was written with can go on from there"
+                )
+            at = len(ours.params)
+            ours.params.append(())
+            ours.hyper.append(hyper)
+        ours.params[at] = (*ours.params[at], *(u for u in params if u not in ours.params[at]))
 
     def _join_state(
         self, uid: int, before: dict[str, Any] | None, values: dict[str, Any], param: torch.Tensor, box: Box
@@ -321,9 +343,8 @@ class _Joiner:
             )
         self.state.cursor = self.cursor
         for name, optimizer in self.state.optimizers.items():
-            for i, params in enumerate(optimizer.params):
-                at = {uid: n for n, uid in enumerate(self._source.group_order(name, i))}
-                optimizer.params[i] = tuple(sorted(params, key=lambda u: at.get(u, len(at))))
+            at = {uid: n for n, uid in enumerate(self._source.parameter_order(name))}
+            optimizer.params = [tuple(sorted(params, key=lambda u: at.get(u, len(at)))) for params in optimizer.params]
         return self.state
 
 
