@@ -137,11 +137,17 @@ class Footer(msgspec.Struct, omit_defaults=True):
     audit_complete: bool = False
     """Whether the audit covers every piece of parameters, buffers and optimizer state."""
     wall_time_ns: int = 0
+    replicas: bytes = b""
+    """AUDIT_DTYPE entries: hashes of pieces of parameters that this rank holds and another one stores."""
 
 
 def audit_entries(footer: Footer) -> npt.NDArray[Any]:
     """The audit as a structured array."""
-    return np.frombuffer(footer.audit, AUDIT_DTYPE)
+    return audit_of(footer.audit)
+
+
+def audit_of(data: bytes) -> npt.NDArray[Any]:
+    return np.frombuffer(data, AUDIT_DTYPE)
 
 
 Wanted = tuple[TensorRef, int, int]

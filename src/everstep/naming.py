@@ -94,6 +94,8 @@ class Inventory:
     """The memory of each: what this process has of a DTensor, else the tensor itself."""
     live: dict[int, torch.Tensor] = field(default_factory=dict)
     """The objects that hang in modules and groups."""
+    replicas: dict[int, torch.Tensor] = field(default_factory=dict)
+    """In a part: the memory of parameters that another rank stores, and that must be equal to its own."""
     places: list[Place] = field(default_factory=list)
     containers: list[tuple[Any, int]] = field(default_factory=list)
     """Dicts of modules with their lengths: a new entry anywhere is seen by a changed length."""
@@ -121,6 +123,11 @@ class Inventory:
         return replace(
             self, layout=layout,
             tensors={u: t for u, t in self.tensors.items() if u in uids},
+            replicas={
+                a.uid: self.tensors[a.uid]
+                for a in self.layout.atoms
+                if a.role == "param" and a.uid not in uids and self.tensors[a.uid].numel()
+            },
             uid_of={i: u for i, u in self.uid_of.items() if u in uids},
             groups={n: [tuple(u for u in g if u in uids) for g in groups] for n, groups in self.groups.items()},
         )  # fmt: skip

@@ -1,8 +1,8 @@
 """A small DDP training that test_kills.py starts, kills and starts again: python kill_training.py RUN STEPS [JSON].
 
 JSON may say: `slow_rank`, `slow_after` (that rank stores nothing after this step), `kill_at` ({rank: step}: right after the
-commit of that step), `kill_in_resume` (rank: before its part of the restore is done), `bucket_cap_mb`. Rank 0 prints one
-line of JSON.
+commit of that step), `kill_in_resume` (rank: before its part of the restore is done), `bucket_cap_mb`,
+`edit` ([rank, step]: of a parameter that another rank stores). Rank 0 prints one line of JSON.
 """
 
 from __future__ import annotations
@@ -71,6 +71,11 @@ def main() -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        if orders.get("edit") == [rank, step + 1]:
+            stored = run._stored
+            uids = run._capture._inventory.replicas
+            assert uids and not set(uids) & stored
+            next(iter(uids.values())).detach().view(-1)[0] += 0.5  # of what the other rank stores
         run.commit()
         losses.append(loss.item())
         if kill_at.get(rank) == step + 1:

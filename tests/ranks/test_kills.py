@@ -115,6 +115,14 @@ def test_four_ranks_whose_buckets_were_rebuilt_go_on_bit_for_bit(tmp_path: Path)
 
 
 @pytest.mark.timeout(120)
+def test_a_replica_that_drifts_is_named(tmp_path: Path) -> None:
+    launch(tmp_path / "run", 12, edit=[1, 5])
+    report = everstep.open(tmp_path / "run").verify(deep=True)
+    assert not report.ok
+    assert any("rank 1's copy of model: " in problem for problem in report.problems), str(report)
+
+
+@pytest.mark.timeout(120)
 def test_every_byte_is_stored_by_one_rank(whole: tuple[Path, list[float]]) -> None:
     lines = joint_of(RunPath(whole[0])).eras[0].lines
     layouts = [line.plans(12)[0].base.layout for line in lines]

@@ -117,6 +117,7 @@ class Auditor:
             for w in may:
                 complete &= _hash_one(audit, w)
             may = []
+        hash_replicas(audit)
         audit.must_done.set()
         if may:
             complete &= self._hash_some(audit, may, step_s, unhurried=self._full or may_bytes <= UNHURRIED_BYTES)
@@ -143,6 +144,15 @@ class Auditor:
         self._pass_s = took * len(may) / done if done else self._pass_s
         self._saved_s = max(0.0, self._saved_s - took)
         return complete and done == len(may)
+
+
+def hash_replicas(audit: Audit) -> None:
+    """Of parameters that other ranks store: what their hashes will be compared with."""
+    for w in audit.replica_targets:
+        audit.replicas += [
+            (w.uid, low // (PIECE_ELEMENTS * w.itemsize), w.hash_range(low, high)) for _, low, high in w.piece_ranges()
+        ]
+    audit.replica_targets = []
 
 
 def _hash_one(audit: Audit, w: Watched, version: int | None = None) -> bool:

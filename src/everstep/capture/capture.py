@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from everstep import cursor as cursors
 from everstep import sharding, tree
 from everstep.atoms import Layout, state_uid
-from everstep.capture.auditor import Auditor
+from everstep.capture.auditor import Auditor, hash_replicas
 from everstep.capture.offload import Offload
 from everstep.capture.pending import Audit, Item, PendingCommit, PendingLayout, PendingState, PendingTensor
 from everstep.capture.registrations import Registrations
@@ -222,10 +222,12 @@ class Capture:
     def _audit(self) -> Audit:
         audit, watch = Audit(), self._watch
         audit.buffers = watch.small_buffers()
+        audit.replica_targets = watch.next_replicas()
         for uid, piece, value in watch.slice_sums():
             audit.add(uid, piece, value)
         if watch.covers_all():
             audit.complete = True
+            hash_replicas(audit)
             audit.done.set()
             return audit
         self.stall_s += self._auditor.end()

@@ -220,7 +220,7 @@ class Offload:
         before = self._log.bytes_written
         self._log.finish(
             [op for ops in frame.ops for op in ops], cursors.encode(job.cursor), encode_audit(job.audit),
-            job.audit.complete, self.claim(), job.wall_time_ns,
+            job.audit.complete, self.claim(), job.wall_time_ns, encode_replicas(job.audit),
         )  # fmt: skip
         self.frame_bytes = self._log.bytes_written - before
         self._frame = None
@@ -278,8 +278,16 @@ def encode_audit(audit: Audit) -> bytes:
             size = math.prod(shape) * itemsize
             audit.add(uid, 0, piece_sum(data[offset : offset + size], uid, 0))
             offset += size
-    out = np.zeros(len(audit.uids), AUDIT_DTYPE)
-    out["uid"], out["piece"], out["hash"] = audit.uids, audit.pieces, audit.hashes
+    return encode_hashes(audit.uids, audit.pieces, audit.hashes)
+
+
+def encode_replicas(audit: Audit) -> bytes:
+    return encode_hashes(*(list(each) for each in zip(*audit.replicas, strict=True))) if audit.replicas else b""
+
+
+def encode_hashes(uids: list[int], pieces: list[int], hashes: list[int]) -> bytes:
+    out = np.zeros(len(uids), AUDIT_DTYPE)
+    out["uid"], out["piece"], out["hash"] = uids, pieces, hashes
     return out.tobytes()
 
 

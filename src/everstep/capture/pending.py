@@ -164,6 +164,9 @@ class Audit:
         self.buffers: list[tuple[list[int], list[tuple[int, ...]], torch.Tensor]] = []
         """Small buffers as of the commit (uids, shapes, concatenated copy): hashed by the writer thread."""
         self.complete = False
+        self.replica_targets: list[Any] = []
+        """Parameters that another rank stores, a few at each step, and (uid, piece, hash) of them."""
+        self.replicas: list[tuple[int, int, int]] = []
 
     def add(self, uid: int, piece: int, value: int) -> None:
         self.uids.append(uid)

@@ -39,6 +39,8 @@ LOOK_HERE_TENSORS = 96
 """Optimizer state of more tensors than this is looked at by the audit's thread: on the training thread it takes too long."""
 MAX_SURPRISES = 3
 FULL_STEPS = 3
+REPLICA_BYTES = 1 << 20
+"""Of what other ranks store, so much (at least one tensor) is hashed at each step."""
 _versions = attrgetter("_version")
 _pointers = torch.Tensor.data_ptr
 
@@ -156,6 +158,7 @@ class Watch:
         self._num_volatile = 0
         self._everything: list[Watched] | None = None
         self._all_states: list[Watched] = []
+        self._replica_turn = 0
         self.hidden_edits: list[str] = []
         """Labels of tensors whose edit no version counter showed, since last asked."""
         self.install(inventory)
@@ -180,6 +183,7 @@ class Watch:
                 small.setdefault(tensor.dtype, []).append((uid, tensor))
         for w in (*self._params, *self._large):
             w.volatile = w.uid in self._volatile
+        self._replicas = [Watched(uid, t, str(uid), None) for uid, t in inventory.replicas.items()]
         self._tensors = self._params + self._large
         self._everything = None
         self._by_uid = {w.uid: w for w in self._tensors}
@@ -251,6 +255,16 @@ class Watch:
             [v for w, v in zip(tensors, self._versions, strict=True) if not w.volatile],
             [w for w in states if not w.volatile],
         )
+
+    def next_replicas(self) -> list[Watched]:
+        """Some of the parameters that other ranks store, going round."""
+        found: list[Watched] = []
+        size = 0
+        while self._replicas and len(found) < len(self._replicas) and size < REPLICA_BYTES:
+            self._replica_turn = (self._replica_turn + 1) % len(self._replicas)
+            found.append(self._replicas[self._replica_turn])
+            size += found[-1].alias.numel() * found[-1].itemsize
+        return found
 
     def is_volatile(self, uid: int) -> bool:
         return uid in self._volatile

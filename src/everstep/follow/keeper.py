@@ -22,10 +22,12 @@ from everstep import background, fold
 from everstep.errors import EverstepError, HiddenEditWarning, ReplayError
 from everstep.format.documents import KeptDocument
 from everstep.format.segment import parse_name
+from everstep.restore.plan import line_to
+from everstep.restore.replicas import drifted
 from everstep.store import files, retention
 from everstep.store.bases import MANIFEST
 from everstep.store.retention import Retention, StoredBase, StoredSegment
-from everstep.store.runs import RunPath
+from everstep.store.runs import RunPath, read_listing
 from everstep.store.segments import Segment
 
 MAX_LAG = 4
@@ -43,6 +45,9 @@ class Keeper:
         follower: bool, optimizers: Mapping[str, Optimizer], say: Callable[[str], None], world_size: int = 1,
     ) -> None:  # fmt: skip
         self._world_size = world_size
+        self._compared = -1
+        self._drift: list[str] = []
+        self._told_of_drift: set[str] = set()
         self._say = say
         self._told_of_lag = False
         self._path = path
@@ -80,6 +85,9 @@ class Keeper:
                 stacklevel=4,
             )
             return message
+        if self._drift:
+            drift, self._drift = self._drift, []
+            warnings.warn(f"ranks have drifted apart: {'; '.join(drift[:5])}", HiddenEditWarning, stacklevel=4)
         since = step - max(self.base_step, 0)
         if since < self._interval:
             return ""
@@ -254,6 +262,8 @@ class Keeper:
         if self._world_size > 1:
             complete = complete_step(self._path, self._timeline, self._generation, self._world_size)
             bases = [b for b in bases if b.step <= complete]  # what the others lack could still be asked of this rank
+            if self._path.rank == 0:
+                self._compare_ranks()
         removal = retention.plan_removal(self._policy, bases, segments, self._durable)
         if not removal.num_bytes:
             return
@@ -264,6 +274,16 @@ class Keeper:
                 self._path.write_kept(self._timeline, KeptDocument(removal.horizon, gaps))
         retention.execute(removal)
         self._removed_bytes += removal.num_bytes
+
+
+    def _compare_ranks(self) -> None:
+        """Whether the ranks' copies of parameters are still equal, as far as their logs tell."""
+        lines = [line_to(read_listing(self._path.part(r)), self._generation) for r in range(self._world_size)]
+        for problem in drifted(lines, self._compared):
+            if problem.split(", seen at")[0] not in self._told_of_drift:
+                self._told_of_drift.add(problem.split(", seen at")[0])
+                self._drift.append(problem)
+        self._compared = max(self._compared, min((max(line.frames, default=-1) for line in lines), default=-1))
 
 
 def stored(path: RunPath, timeline: int) -> tuple[list[StoredBase], list[StoredSegment]]:

@@ -27,6 +27,7 @@ from everstep.restore.execute import (
 )
 from everstep.restore.join import Joint, Source, fetch, joint_of, order_like
 from everstep.restore.plan import Line, Plan, describe_steps
+from everstep.restore.replicas import drifted
 from everstep.store.bases import check_base
 from everstep.store.runs import RunPath, read_listing
 
@@ -141,6 +142,8 @@ class History:
                 if era.high is None:
                     proven.append(report.proven_step)
                 report.proven_step = None
+            if era.world_size > 1:
+                _checked(report, lambda lines=era.lines: report.problems.extend(drifted(lines)))  # type: ignore[misc]
         known = [n for n in proven if n is not None]
         report.proven_step = min(known) if len(known) == len(proven) else None
         return report

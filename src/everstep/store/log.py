@@ -184,7 +184,7 @@ class LogWriter:
         return ordinal
 
     def finish(self, ops: Sequence[Op], cursor: bytes, audit: bytes, audit_complete: bool, durable_step: int,
-               wall_time_ns: int) -> None:  # fmt: skip
+               wall_time_ns: int, replicas: bytes = b"") -> None:  # fmt: skip
         """Cursor and footer: after this (and sync) the frame is valid."""
         assert self._file is not None
         ordinal = len(self._headers)
@@ -192,6 +192,7 @@ class LogWriter:
         footer = Footer(
             num_records=len(self._headers), ops=tuple(ops), directory=b"".join(self._headers), previous=self._previous,
             durable_step=durable_step, audit=audit, audit_complete=audit_complete, wall_time_ns=wall_time_ns,
+            replicas=replicas,
         )  # fmt: skip
         at = self._file.offset
         header = self._record(
