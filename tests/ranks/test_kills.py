@@ -92,6 +92,7 @@ def test_a_step_that_one_rank_had_not_stored_is_not_mixed_in_twice_in_a_row(
     check_equal(path, whole, found)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_a_rank_that_dies_alone_and_a_resume_that_is_killed_itself(tmp_path: Path, whole: tuple[Path, list[float]]) -> None:
     path = tmp_path / "run"
@@ -105,6 +106,7 @@ def test_a_rank_that_dies_alone_and_a_resume_that_is_killed_itself(tmp_path: Pat
     check_equal(path, whole, found)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_four_ranks_whose_buckets_were_rebuilt_go_on_bit_for_bit(tmp_path: Path) -> None:
     undisturbed = launch(tmp_path / "whole", 8, world=4, bucket_cap_mb=0.001)

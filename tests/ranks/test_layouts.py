@@ -21,6 +21,7 @@ def check(world: World, optimizer: str) -> None:
         assert losses[0] == pytest.approx(wanted, rel=0, abs=TOLERANCE), name
 
 
+@pytest.mark.long
 def test_every_layout_trains_as_one_process_does(world: World) -> None:
     check(world, "adamw")
 

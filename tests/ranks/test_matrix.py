@@ -60,7 +60,7 @@ def families() -> list[str]:
     return sorted({way.family for way in LAYOUTS.values()})
 
 
-@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+@pytest.mark.parametrize("kind", ["adamw", pytest.param("sgd", marks=pytest.mark.long)])
 def test_every_layout_goes_on_under_itself_and_as_one_process_and_back(kind: str, world: World, tmp_path: Path) -> None:
     matrix = Matrix(world, kind, tmp_path)
     for family in families():
