@@ -256,7 +256,7 @@ class SpecReader:
     def fold(self, state: dict[str, Any], frame: dict[str, Any]) -> None:
         consumed: dict[int, Any] = {}
         for kind, *op in frame["footer"]["ops"]:
-            if kind == "update":
+            if kind in ("update", "scaled"):
                 assert not op[3]
                 sgd(state, frame, *op[:2], consumed)
             elif kind == "tensor":
@@ -316,11 +316,14 @@ def sgd(state: dict[str, Any], frame: dict[str, Any], name: str, grads: list[Any
         assert not any(group[k] for k in ("weight_decay", "dampening", "nesterov", "maximize"))
         lr, momentum = np.float32(group["lr"]), np.float32(group["momentum"])
         for uid in uids:
-            _, dense, sparse = by_uid[uid]
+            _, dense, sparse, *coefficient = by_uid[uid]
             assert sparse is None
             if dense is None:
                 continue
-            grad = consumed[uid] = tensor(frame, dense)
+            grad = tensor(frame, dense)
+            if coefficient and coefficient[0] is not None:
+                grad = grad * np.float32(coefficient[0])
+            consumed[uid] = grad
             values = optimizer["state"].setdefault(uid, {})
             if momentum:
                 old = values.get("momentum_buffer")
@@ -452,6 +455,35 @@ class Growing(nn.Module):
     def grow(self) -> nn.Parameter:
         self.late = nn.Parameter(torch.randn(5))
         return self.late
+
+
+@pytest.mark.parametrize("clips", [True, False])
+def test_the_reader_finds_gradients_that_left_early(tmp_path: Path, clips: bool) -> None:
+    torch.manual_seed(1)
+    model = Growing()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
+    truth = {}
+    run = everstep.attach(model, optimizer, tmp_path / "run", quiet=True, follower=False, early=True)
+    run.resume()
+    for step in range(1, 8):
+        model.large.mul(torch.randn(PIECE + 65)).sum().add(model.table.square().sum()).backward()
+        run._capture.flush()
+        if clips:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        elif step > 5:  # what left is of no use
+            model.table.grad.add_(1.0)
+        optimizer.step()
+        if step % 3:  # else the gradients are carried over
+            optimizer.zero_grad()
+        run.commit()
+        truth[step] = {n: p.detach().clone().numpy() for n, p in model.named_parameters()}
+    crash(run)
+    reader = SpecReader(tmp_path / "run")
+    kinds = {op[0] for frame in reader.frames.values() for op in frame["footer"]["ops"]}
+    assert ("scaled" in kinds) == clips
+    for step, expected in truth.items():
+        found = reader.named(reader.state(step))
+        assert {n: v.tobytes() for n, v in found.items()} == {n: v.tobytes() for n, v in expected.items()}, step
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])

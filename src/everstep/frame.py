@@ -54,6 +54,17 @@ class Gradient(msgspec.Struct, array_like=True, frozen=True):
     sparse: SparseRef | None = None
 
 
+class ScaledGradient(Gradient, array_like=True, frozen=True):
+    """One that may have left before it was scaled: what was consumed is `coefficient` times its elements (None: once)."""
+
+    coefficient: float | None = None
+
+
+def coefficient_of(gradient: Gradient) -> float | None:
+    """What the elements in the log are multiplied by to be what the optimizer consumed; None: they are that."""
+    return gradient.coefficient if isinstance(gradient, ScaledGradient) else None
+
+
 class Update(msgspec.Struct, tag="update", array_like=True, frozen=True):
     """One optimizer.step()."""
 
@@ -63,6 +74,13 @@ class Update(msgspec.Struct, tag="update", array_like=True, frozen=True):
     """As the fused kernel saw it (a packed tensor), when the gradients above are still scaled."""
     skipped: bool = False
     """found_inf was set: the kernel changed nothing but may have created state; `grads` then hold no bytes."""
+
+
+class ScaledUpdate(Update, tag="scaled", array_like=True, frozen=True):
+    """An update with gradients that are to be multiplied. (Another tag: who does not know it must not take it for one
+    without.)"""
+
+    grads: tuple[ScaledGradient, ...]
 
 
 class SetTensor(msgspec.Struct, tag="tensor", array_like=True, frozen=True):
@@ -114,7 +132,7 @@ class SetGrad(msgspec.Struct, tag="grad", array_like=True, frozen=True):
     ref: TensorRef
 
 
-Op = Update | SetTensor | SetState | SetGroups | SetLayout | Carry | SetGrad
+Op = Update | ScaledUpdate | SetTensor | SetState | SetGroups | SetLayout | Carry | SetGrad
 
 AUDIT_DTYPE = np.dtype([("uid", "<u8"), ("piece", "<u4"), ("pad", "<u4"), ("hash", "<u8")])
 

@@ -105,6 +105,9 @@ class Options:
     rename: Rename = None
     """From names in the model to names in the run: a function, or prefixes and what stands for them. For pipeline stages
     that name their parameters anew."""
+    early: bool = False
+    """Hand gradients over during backward, as they become final, instead of at the step: they are on their way sooner. What
+    was changed in between other than by one multiplication (clipping, unscaling) is sent again."""
     segment_bytes: int = 256 << 20
     direct_io: bool | None = None
     """Bypass the page cache when writing; None: where the file system can."""
@@ -369,6 +372,9 @@ class Run:
             "log_bytes": log.bytes_written,
             "bytes_a_step": log.bytes_written / self._commits if self._commits else 0,
             "copied_gradient_bytes": sum(t.copied_bytes for t in capture.taps.values()),
+            "early_bytes": capture.ledger.used_bytes,
+            "early_scaled_bytes": capture.ledger.scaled_bytes,
+            "early_void_bytes": capture.ledger.void_bytes,
             "hidden_edits": capture.hidden_edits,
             "background_s": capture.background_s(),
             "sync_s": capture.offload.sync_s,
@@ -775,7 +781,7 @@ class Run:
             destination, full_audit=options.audit == "full",
             durability="step" if memory is not None else options.durability,
             batch_steps=options.batch_steps, max_inflight_steps=options.max_inflight_steps,
-            max_inflight_bytes=options.max_inflight_bytes,
+            max_inflight_bytes=options.max_inflight_bytes, early=options.early,
         )  # fmt: skip
         # What survives only the process must not be called durable in the log: after a crash of the host it may be gone.
         os_only = options.durability == "os" or memory is not None
@@ -797,7 +803,9 @@ class Run:
         }  # fmt: skip
         where = (self._path, timeline, generation, step, options.retention, options.base_interval)
         if options.shadow:
-            self._keeper = RemoteKeeper(*where, **settings, address=options.shadow, token=self._token(), tls=self._tls())
+            remote = RemoteKeeper(*where, **settings, address=options.shadow, token=self._token(), tls=self._tls())
+            self._keeper = remote
+            self._capture.offload.on_part = remote.part_written
         else:
             self._keeper = ShadowKeeper(*where, **settings)
 

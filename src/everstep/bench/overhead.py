@@ -63,6 +63,8 @@ class Settings:
     mode: str = "delta"
     shadow: str = ""
     """With mode="shadow": the address of one that listens already; empty: a local one."""
+    early: bool = False
+    """Gradients are handed over during backward."""
     seed: int = 0
 
 
@@ -78,7 +80,7 @@ class _Copy:
         """From now on batches come by way of the run."""
         run = attach(
             self.model, self.optimizer, path, mode=settings.mode, shadow=settings.shadow, base_interval=base_interval,
-            quiet=True,
+            early=settings.early, quiet=True,
         )  # fmt: skip
         run.resume()
         self.stream = run.steps(self._loader)
@@ -113,9 +115,17 @@ class Meter:
 
     def install(self, run: Run) -> None:
         """After attach and resume."""
-        for hooks in (self._optimizer._optimizer_step_pre_hooks, self._optimizer._optimizer_step_post_hooks):
+        params: list[Any] = [p for group in self._optimizer.param_groups for p in group["params"]]
+        for hooks in (
+            self._optimizer._optimizer_step_pre_hooks, self._optimizer._optimizer_step_post_hooks,
+            *(p._post_accumulate_grad_hooks or {} for p in params),
+        ):  # fmt: skip
             for key, hook in hooks.items():
                 hooks[key] = self._timed(hook)
+        for tap in run._live().taps.values():
+            early: Any = tap._early
+            if early is not None:
+                early._backward_ends = self._timed(early._backward_ends)
         self._wrapped_zero_grad = self._optimizer.__dict__["zero_grad"]
         self._optimizer.zero_grad = self._timed(self._wrapped_zero_grad)
         live: Any = run
@@ -181,6 +191,8 @@ class _Totals:
     counted_thread_s: float = 0.0
     stall_s: float = 0.0
     log_bytes: int = 0
+    early_bytes: int = 0
+    early_void_bytes: int = 0
     removed_bytes: int = 0
     compactions: int = 0
     follower_cpu_s: float = 0.0
@@ -320,6 +332,8 @@ class _Session:
         totals.counted_thread_s += gained("training_thread_s")
         totals.stall_s += gained("stall_s")
         totals.log_bytes += gained("log_bytes")
+        totals.early_bytes += gained("early_bytes")
+        totals.early_void_bytes += gained("early_void_bytes")
         totals.removed_bytes += gained("removed_bytes")
         totals.compactions += gained("follower_bases")
         totals.bit_equal &= all(
@@ -339,6 +353,7 @@ def background_cpu_s() -> dict[str, float]:
 
 def _report(settings: Settings, totals: _Totals, copy: _Copy, block_steps: int, interval: int) -> dict[str, Any]:
     w, steps = settings.workload, max(totals.steps, 1)
+    gradient_bytes = sum(p.numel() * p.element_size() for p in copy.model.parameters())
     step_s = statistics.median_interval(totals.off_step_s).median
     return {
         "tokens": w.tokens,
@@ -350,7 +365,10 @@ def _report(settings: Settings, totals: _Totals, copy: _Copy, block_steps: int, 
         "durability": "step",
         "mode": settings.mode,
         "shadow": settings.shadow or ("local" if settings.mode == "shadow" else ""),
-        "gradient_bytes": sum(p.numel() * p.element_size() for p in copy.model.parameters()),
+        "gradient_bytes": gradient_bytes,
+        "early": settings.early,
+        "early_share": totals.early_bytes / steps / gradient_bytes,
+        "early_void_share": totals.early_void_bytes / steps / gradient_bytes,
         "ratio": statistics.median_interval(totals.ratios, seed=settings.seed).as_dict(),
         "ratios": totals.ratios,
         "step_s": step_s,

@@ -20,9 +20,11 @@ from everstep import cursor as cursors
 from everstep import sharding, tree
 from everstep.atoms import Layout, state_uid
 from everstep.capture.auditor import Auditor, hash_replicas
+from everstep.capture.early import Early
 from everstep.capture.offload import Offload
 from everstep.capture.pending import Audit, Item, PendingCommit, PendingLayout, PendingState, PendingTensor
 from everstep.capture.registrations import Registrations
+from everstep.capture.sent import Ledger
 from everstep.capture.snapshot import Snapshot
 from everstep.capture.tap import Tap
 from everstep.capture.watch import Watch
@@ -61,7 +63,7 @@ class Capture:
     def __init__(
         self, take: Callable[[], Inventory], optimizers: Mapping[str, Optimizer], step: int, log: LogWriter,
         write_layout: Callable[[Layout], None], destination: Destination, *, full_audit: bool, durability: str,
-        batch_steps: int, max_inflight_steps: int, max_inflight_bytes: int,
+        batch_steps: int, max_inflight_steps: int, max_inflight_bytes: int, early: bool = False,
     ) -> None:  # fmt: skip
         """`take` reads the live objects: what this rank stores of them."""
         self.step = step
@@ -71,15 +73,19 @@ class Capture:
         inventory = self._inventory = take()
         self._registrations = Registrations()
         self._note_structure()
+        self.ledger = Ledger()
         self.taps = {
-            name: Tap(name, optimizer, lambda name=name: (self._inventory.groups[name], self._inventory.uid_of), self)  # type: ignore[misc]
+            name: Tap(
+                name, optimizer, lambda name=name: (self._inventory.groups[name], self._inventory.uid_of), self,  # type: ignore[misc]
+                Early(self.put, self.ledger) if early else None,
+            )
             for name, optimizer in optimizers.items()
-        }
+        }  # fmt: skip
         self._watch = Watch(inventory, self._optimizers)
         self._auditor = Auditor(full=full_audit)
         self.offload = Offload(
             log, inventory.layout, write_layout, durability=durability, batch_steps=batch_steps,
-            max_inflight_steps=max_inflight_steps, max_inflight_bytes=max_inflight_bytes,
+            max_inflight_steps=max_inflight_steps, max_inflight_bytes=max_inflight_bytes, ledger=self.ledger,
         )  # fmt: skip
         self.offload.meanwhile = self._auditor.wake
         self._updates = 0

@@ -13,6 +13,7 @@ from everstep.atoms import PACK_BELOW_BYTES, PIECE_ELEMENTS, Layout
 from everstep.capture.pending import (
     Item,
     PendingCarry,
+    PendingEarly,
     PendingGrad,
     PendingGroups,
     PendingLayout,
@@ -21,11 +22,14 @@ from everstep.capture.pending import (
     PendingTensors,
     PendingUpdate,
 )
+from everstep.capture.sent import Ledger, Piece, SentEarly
 from everstep.codec import Chooser
 from everstep.frame import (
     Carry,
     Gradient,
     Op,
+    ScaledGradient,
+    ScaledUpdate,
     SetGrad,
     SetGroups,
     SetLayout,
@@ -34,6 +38,7 @@ from everstep.frame import (
     SparseRef,
     TensorRef,
     Update,
+    coefficient_of,
 )
 from everstep.memory import CODE_BY_DTYPE, Bytes, plain, strides_of, view_bytes
 from everstep.store.log import LogWriter
@@ -43,18 +48,22 @@ class Encoder:
     """Writes tensors into the open frame and says where they are."""
 
     def __init__(
-        self, log: LogWriter, write_layout: Callable[[Layout], None], meanwhile: Callable[[], None]
+        self, log: LogWriter, write_layout: Callable[[Layout], None], meanwhile: Callable[[], None], ledger: Ledger
     ) -> None:
         """`meanwhile` is called between two tensors."""
         self._log = log
         self._meanwhile = meanwhile
         self._chooser = Chooser()
+        self.sent = SentEarly(log, self._write, ledger)
         self._write_layout = write_layout
 
     def ops(self, item: Item) -> list[Op]:
         """Write what an item holds; returns the operations that mean it."""
         if isinstance(item, PendingUpdate):
             return [self._update(item)]
+        if isinstance(item, PendingEarly):
+            self._early(item)
+            return []
         if isinstance(item, PendingTensor):
             return [SetTensor(item.uid, self.tensor(item.uid, item.tensor))]
         if isinstance(item, PendingTensors):
@@ -79,7 +88,19 @@ class Encoder:
         ref = self.tensor(1, tensor)
         return [ref.dtype, ref.shape, ref.first, ref.num_pieces, ref.offset, ref.strides]
 
+    def _early(self, item: PendingEarly) -> None:
+        for i, uid in enumerate(item.uids):
+            item.reading.busy = True  # before it is taken: whoever takes it back looks after that
+            g, item.grads[i] = item.grads[i], None
+            try:
+                if g is not None:
+                    self.sent.take(uid, g)
+            finally:
+                g = None
+                item.reading.busy = False
+
     def _update(self, item: PendingUpdate) -> Update:
+        self.sent.begin_update()
         grads: list[Gradient | None] = [None] * len(item.uids)
         small: dict[torch.dtype, list[int]] = {}
         for i, uid in enumerate(item.uids):
@@ -92,6 +113,8 @@ class Encoder:
                 grads[i] = Gradient(uid, TensorRef(CODE_BY_DTYPE[g.dtype], tuple(g.shape), 0, 0))
             elif g.is_sparse:
                 grads[i] = Gradient(uid, None, self._sparse(uid, g))
+            elif uid in self.sent and (found := self.sent.consumed(uid, g, _bytes_of(g))) is not None:
+                grads[i] = found
             elif g.numel() * g.element_size() < PACK_BELOW_BYTES:
                 small.setdefault(g.dtype, []).append(i)
             else:
@@ -102,7 +125,11 @@ class Encoder:
             for i, ref in zip(indices, self._pack(dtype, item.grads, indices), strict=True):
                 grads[i] = Gradient(item.uids[i], ref)
         scale = None if item.grad_scale is None else tree.pack(item.grad_scale)
-        return Update(item.optimizer, tuple(g for g in grads if g is not None), scale, item.skipped)
+        told = tuple(g for g in grads if g is not None)
+        if all(coefficient_of(g) is None for g in told):
+            return Update(item.optimizer, told, scale, item.skipped)
+        scaled = tuple(ScaledGradient(g.uid, g.dense, g.sparse, coefficient_of(g)) for g in told)
+        return ScaledUpdate(item.optimizer, scaled, scale, item.skipped)
 
     def _pack(self, dtype: torch.dtype, tensors: list[Any], indices: list[int]) -> list[TensorRef]:
         raw = np.concatenate([_bytes_of(tensors[i]) for i in indices])
@@ -145,11 +172,15 @@ class Encoder:
         return TensorRef(CODE_BY_DTYPE[tensor.dtype], tuple(tensor.shape), first, count, 0, strides_of(tensor))
 
     def _piece(self, uid: int, raw: Bytes, dtype: torch.dtype, start: int) -> int:
+        return self._write(uid, raw, dtype, start).ordinal
+
+    def _write(self, uid: int, raw: Bytes, dtype: torch.dtype, start: int) -> Piece:
         codec_id, version, payload = self._chooser.encode(uid + start, raw, dtype.itemsize, dtype is torch.float32)
-        return self._log.data(
+        ordinal = self._log.data(
             [payload], uid=uid, dtype=CODE_BY_DTYPE[dtype], start=start, count=len(raw) // dtype.itemsize,
             raw_bytes=len(raw), codec_id=codec_id, codec_version=version,
         )  # fmt: skip
+        return Piece(ordinal, codec_id, version, payload)
 
 
 def _bytes_of(tensor: torch.Tensor) -> Bytes:

@@ -20,7 +20,8 @@ from everstep import background
 from everstep import cursor as cursors
 from everstep.atoms import Layout
 from everstep.capture.encode import Encoder
-from everstep.capture.pending import Audit, Item, PendingCommit, PendingUpdate, Seal
+from everstep.capture.pending import Audit, Item, PendingCommit, PendingEarly, PendingUpdate, Seal
+from everstep.capture.sent import Ledger
 from everstep.errors import UsageError
 from everstep.frame import AUDIT_DTYPE, Op
 from everstep.memory import plain, view_bytes
@@ -64,12 +65,12 @@ class Offload:
 
     def __init__(
         self, log: LogWriter, layout: Layout, write_layout: Callable[[Layout], None], *, durability: str,
-        batch_steps: int, max_inflight_steps: int, max_inflight_bytes: int,
+        batch_steps: int, max_inflight_steps: int, max_inflight_bytes: int, ledger: Ledger | None = None,
     ) -> None:  # fmt: skip
         if durability not in DURABILITIES:
             raise UsageError(f"durability must be one of {', '.join(DURABILITIES)}, not {durability!r}")
         self._log = log
-        self._encoder = Encoder(log, self._layout_changed, lambda: self.meanwhile())
+        self._encoder = Encoder(log, self._layout_changed, lambda: self.meanwhile(), ledger or Ledger())
         self._write_layout = write_layout
         self._layout = layout
         self._durability = durability
@@ -90,6 +91,8 @@ class Offload:
         self.on_durable: Callable[[int], None] = lambda step: None
         self.meanwhile: Callable[[], None] = lambda: None
         """Called often while the writer thread works."""
+        self.on_part: Callable[[], None] = lambda: None
+        """Some gradients of the open frame have been written before their step."""
         self.error: BaseException | None = None
         self.busy_s = 0.0
         self.sync_s = 0.0
@@ -201,6 +204,8 @@ class Offload:
         if isinstance(item, PendingUpdate) and item.seal is not None:
             item.seal.read.set()
             frame.seals.append((len(frame.ops) - 1, item.seal))
+        elif isinstance(item, PendingEarly):
+            self.on_part()
 
     def _open(self, step: int) -> _Open:
         if self._frame is None:
@@ -224,6 +229,7 @@ class Offload:
         )  # fmt: skip
         self.frame_bytes = self._log.bytes_written - before
         self._frame = None
+        self._encoder.sent.end_frame()
         self._written_step = job.step
         self._unsynced += 1
         self._sync_if_needed()
@@ -255,6 +261,7 @@ class Offload:
             for _, seal in self._frame.seals:
                 seal.break_open()
         self._frame = None
+        self._encoder.sent.end_frame()
         self._unsynced = 0
         self._log.abandon()
         with self._room:

@@ -92,6 +92,24 @@ class PendingUpdate:
     """Which gradient the writer has in hand."""
 
 
+class Reading:
+    """Whether the writer thread has a gradient in hand that was handed over early."""
+
+    __slots__ = ("busy",)
+
+    def __init__(self) -> None:
+        self.busy = False
+
+
+@dataclass
+class PendingEarly:
+    """Gradients that seem final. They are still anybody's to write to, or to replace; what is None was taken back."""
+
+    uids: list[int]
+    grads: list[torch.Tensor | None]
+    reading: Reading
+
+
 @dataclass
 class PendingTensor:
     uid: int
@@ -141,6 +159,7 @@ class PendingGrad:
 
 Item = (
     PendingUpdate
+    | PendingEarly
     | PendingTensor
     | PendingTensors
     | PendingState

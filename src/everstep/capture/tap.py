@@ -24,6 +24,7 @@ import torch
 from torch.optim import Optimizer
 
 from everstep import sharding, tree
+from everstep.capture.early import Early
 from everstep.capture.pending import (
     Item,
     PendingCarry,
@@ -170,14 +171,18 @@ class Tap:
 
     def __init__(
         self, name: str, optimizer: Optimizer, uids: Callable[[], tuple[list[tuple[int, ...]], Mapping[int, int]]],
-        recorder: Recorder,
+        recorder: Recorder, early: Early | None = None,
     ) -> None:  # fmt: skip
-        """`uids`, when it is called: those of each group's parameters that this rank stores, and uids by id(parameter)."""
+        """`uids`, when it is called: those of each group's parameters that this rank stores, and uids by id(parameter).
+
+        `early` hands gradients over before their step.
+        """
         self.name = name
         self._pid = os.getpid()
         self.optimizer = optimizer
         self._uids_now = uids
         self._recorder = recorder
+        self._early = early
         self._depth = 0
         self._grads: list[torch.Tensor | None] | None = None
         self._versions: list[int] = []
@@ -218,6 +223,8 @@ class Tap:
         self._wrap_zero_grad()
 
     def detach(self) -> None:
+        if self._early is not None:
+            self._early.remove()
         for handle in self._handles:
             handle.remove()
         if self.optimizer.__dict__.get("zero_grad") is self._zero_grad:
@@ -239,6 +246,8 @@ class Tap:
         self._hyper_bytes = self._encode_hyper()
         self._hyper_values: list[Any] = []
         self.recorded_hyper: list[dict[str, Any]] = tree.freeze(self.hyper(), path=self.name)
+        if self._early is not None:
+            self._early.install([] if self.overwrite else self.params, [] if self.overwrite else self.uids)
 
     def groups_changed(self) -> bool:
         """Whether parameters were added, removed or regrouped."""
@@ -368,6 +377,8 @@ class Tap:
             self._versions = list(map(_version, grads))
         except AttributeError:  # some have none
             return False
+        if self._early is not None:
+            self.thread_s += self._early.step_begins()
         self._grads = grads
         self._clean += 1
         self._hand_over_steady()
@@ -375,6 +386,8 @@ class Tap:
 
     def _take(self, *, has_closure: bool = False) -> None:
         """The gradients that are about to be consumed. (A closure may be called again: then these were not the last.)"""
+        if self._early is not None:
+            self.thread_s += self._early.step_begins()
         if self.overwrite:
             return
         self._grads = list(map(self._grad_of, self.params))
@@ -522,6 +535,8 @@ class Tap:
         wrong = trial.differs(update)
         if wrong:
             self.overwrite, self._held = True, None
+            if self._early is not None:
+                self._early.remove()
             self._recorder.warn(
                 f"{class_name(type(self.optimizer))} ({self.name!r}) cannot be replayed bit for bit here: {wrong}. Its "
                 "results are stored at every step instead of its gradients; that costs more bytes and a copy",
@@ -544,6 +559,11 @@ class Tap:
         held = self._held
         if held is None or held.seal is None or held.seal.open.is_set():
             return
+        if self._early is not None and self._early.is_read():
+            # While the writer reads one, it has a hold on it that would be taken for somebody else's.
+            if not force:
+                return
+            self._wait_until_read(held.seal)
         grads, update = held.grads, held.update
         if held.release():
             if held.seal.read.is_set():
@@ -552,13 +572,16 @@ class Tap:
         held.suspect = held.suspect or (not held.attached() and held.shared())
         if force:
             self._note_late_carry(held)
-            begun = time.perf_counter()
-            held.seal.read.wait()
-            self._recorder.stall_s += time.perf_counter() - begun
+            self._wait_until_read(held.seal)
         if held.seal.read.is_set() and not held.open(self.result_items):
             self._never_shared = self._usual = False
             self._clean, self._held = 0, None
             self._deviations += 1
+
+    def _wait_until_read(self, seal: Seal) -> None:
+        begun = time.perf_counter()
+        seal.read.wait()
+        self._recorder.stall_s += time.perf_counter() - begun
 
     def _note_late_carry(self, held: _Held) -> None:
         """The next update comes and the gradients are still on their parameters: they belong to the last commit's state."""

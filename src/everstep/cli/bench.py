@@ -38,6 +38,7 @@ def overhead(
     peers: Annotated[bool, typer.Option(help="Also measure torch.save and DCP async_save at every step.")] = True,
     mode: Annotated[str, typer.Option(help="delta or shadow.")] = "delta",
     tcp: Annotated[bool, typer.Option("--tcp", help="With --mode shadow: a shadow behind TCP on loopback.")] = False,
+    early: Annotated[bool, typer.Option("--early", help="Gradients are handed over during backward.")] = False,
     rss: Annotated[bool, typer.Option("--rss", help="Measure the growth of memory instead.")] = False,
     quick: Quick = False,
     folder: Folder = None,
@@ -59,7 +60,7 @@ def overhead(
                     num_pairs=min(pairs, 4) if quick else pairs, block_steps=block_steps or (4 if quick else None),
                     base_interval=base_interval or (32 if quick else None),
                     num_peer_pairs=(1 if quick else 3) if peers else 0, folder=folder,
-                    wait_for_follower=not quick, mode=mode, shadow=address,
+                    wait_for_follower=not quick, mode=mode, shadow=address, early=early,
                 )  # fmt: skip
                 if rss:
                     last = 120 if quick else 500

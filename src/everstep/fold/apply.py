@@ -11,7 +11,7 @@ import torch
 from everstep import tree
 from everstep.errors import CorruptionError, EverstepError, ReplayError
 from everstep.fold.state import State, class_name
-from everstep.frame import FrameData, Gradient, SparseRef, TensorRef, Update
+from everstep.frame import FrameData, Gradient, SparseRef, TensorRef, Update, coefficient_of
 from everstep.memory import dtype_of, with_strides
 
 
@@ -34,15 +34,23 @@ def set_carried(
         gradient = found[1] if not isinstance(found, Gradient) else found
         if gradient.dense is None:
             raise CorruptionError(f"step {frame.step} carries a gradient that it does not hold")
-        state.carried[uid] = with_strides(
-            whole(frame, gradient.dense), gradient.dense.shape, gradient.dense.strides
-        )
+        values = consumed_from(whole(frame, gradient.dense), gradient)
+        state.carried[uid] = with_strides(values, gradient.dense.shape, gradient.dense.strides)
     else:
         raise CorruptionError(f"step {frame.step} carries a gradient of unknown kind {kind!r}")
 
 
 def whole(frame: FrameData, ref: TensorRef) -> torch.Tensor:
     return frame.read([(ref, 0, ref.numel)])[0]
+
+
+def consumed_from(elements: torch.Tensor, gradient: Gradient) -> torch.Tensor:
+    """What the optimizer consumed, from elements of a dense gradient as they are in the log.
+
+    New memory if there is a coefficient: those of a log in memory must not be written to.
+    """
+    coefficient = coefficient_of(gradient)
+    return elements if coefficient is None else torch.mul(elements, coefficient)
 
 
 def assign(old: torch.Tensor | None, flat: torch.Tensor, ref: TensorRef) -> torch.Tensor:

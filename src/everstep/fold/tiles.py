@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from everstep import tree
-from everstep.fold.apply import run_update, sparse_tensor
+from everstep.fold.apply import consumed_from, run_update, sparse_tensor
 from everstep.fold.cut import Tile, TilePlan
 from everstep.fold.fused import FusedAdam, fused_adam
 from everstep.fold.state import State
@@ -185,7 +185,7 @@ class Unit:
             elif op.skipped:
                 p.grad = torch.zeros_like(p)
             elif gradient.dense is not None:
-                part = next(left)
+                part = consumed_from(next(left), gradient)
                 p.grad = with_strides(part, tuple(p.shape), gradient.dense.strides) if tile.whole else part
             else:
                 assert gradient.sparse is not None

@@ -9,7 +9,7 @@ import torch
 
 from everstep import tree
 from everstep.atoms import Layout
-from everstep.fold.apply import assign, run_update, set_carried, sparse_tensor, whole
+from everstep.fold.apply import assign, consumed_from, run_update, set_carried, sparse_tensor, whole
 from everstep.fold.state import OptimizerState, State, optimizer_of
 from everstep.frame import (
     FrameData,
@@ -106,7 +106,8 @@ class Whole:
                 if op.skipped and (gradient.dense or gradient.sparse):
                     p.grad = torch.zeros_like(p)
                 elif gradient.dense is not None:
-                    p.grad = with_strides(whole(frame, gradient.dense), tuple(p.shape), gradient.dense.strides)
+                    values = consumed_from(whole(frame, gradient.dense), gradient)
+                    p.grad = with_strides(values, tuple(p.shape), gradient.dense.strides)
                 elif gradient.sparse is not None:
                     p.grad = sparse_tensor(frame, gradient.sparse)
             groups.append({**tree.unpack(hyper), "params": [params[u] for u in uids]})

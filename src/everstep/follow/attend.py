@@ -16,7 +16,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.optim import Optimizer
 
@@ -47,6 +47,13 @@ _SEND_S = 5.0
 _RETRY_S = 1.0
 
 
+class Part(NamedTuple):
+    """A segment has been written up to here, in the middle of a frame."""
+
+    path: str
+    end_offset: int
+
+
 class ShadowKeeper(Keeper):
     """Keeper of a run whose bases come from its shadow."""
 
@@ -70,7 +77,7 @@ class ShadowKeeper(Keeper):
         self._entries: dict[int, FrameEntry] = {}
         """Frames that the shadow has not folded."""
         self._guard = threading.Lock()
-        self._to_send: queue.SimpleQueue[Message | FrameEntry] = queue.SimpleQueue()
+        self._to_send: queue.SimpleQueue[Message | FrameEntry | Part] = queue.SimpleQueue()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
         self._channel: Channel | None = None
@@ -310,6 +317,9 @@ class ShadowKeeper(Keeper):
             Frame(entry.step, name, entry.offset, entry.footer_offset, entry.end_offset, entry.step), timeout=_SEND_S
         )
 
+    def _ship(self, channel: Channel, path: str, end_offset: int) -> None:
+        """Bring the shadow's log up to here: on this host it has the same."""
+
     _token: bytes | None = None
 
     def _hello(self) -> Hello:
@@ -344,6 +354,8 @@ class ShadowKeeper(Keeper):
                     item = self._to_send.get_nowait()
                     if isinstance(item, FrameEntry):
                         self._announce(channel, item)
+                    elif isinstance(item, Part):
+                        self._ship(channel, item.path, item.end_offset)
                     else:
                         channel.send(item, timeout=_SEND_S)
             if self._stopping:

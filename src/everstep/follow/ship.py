@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from everstep.errors import LinkError, StorageError
-from everstep.follow.attend import ShadowKeeper
+from everstep.follow.attend import Part, ShadowKeeper
 from everstep.follow.shadow import MEMORY
 from everstep.link import addresses
 from everstep.link.messages import Bytes, Document, Frame, Resend, Resume, Welcome
@@ -96,19 +96,36 @@ class RemoteKeeper(ShadowKeeper):
         if self._layouts_time() != self._layouts_at:
             for name in self._documents():
                 self._send_document(channel, name)
-        segment = f"{MEMORY}/{os.path.basename(entry.path)}"
-        at = self._sent[1] if self._sent[0] == segment else 0
-        if at < entry.end_offset:
-            reader = shared.MappedReader(entry.path)
-            for start in range(at, entry.end_offset, _PART_BYTES):
-                size = min(_PART_BYTES, entry.end_offset - start)
-                part = memoryview(reader.view(start, size))
-                channel.send(Bytes(segment, start), part, timeout=_SEND_S)
-                self.sent_bytes += size
-            self._sent = (segment, entry.end_offset)
+        self._ship(channel, entry.path, entry.end_offset)
         channel.send(
-            Frame(entry.step, segment, entry.offset, entry.footer_offset, entry.end_offset, entry.step), timeout=_SEND_S
-        )
+            Frame(
+                entry.step, self._name(entry.path), entry.offset, entry.footer_offset, entry.end_offset, entry.step
+            ),
+            timeout=_SEND_S,
+        )  # fmt: skip
+
+    def _name(self, path: str) -> str:
+        return f"{MEMORY}/{os.path.basename(path)}"
+
+    def _ship(self, channel: Channel, path: str, end_offset: int) -> None:
+        segment = self._name(path)
+        at = self._sent[1] if self._sent[0] == segment else 0
+        if at >= end_offset:
+            return
+        reader = shared.MappedReader(path)
+        for start in range(at, end_offset, _PART_BYTES):
+            size = min(_PART_BYTES, end_offset - start)
+            part = memoryview(reader.view(start, size))
+            channel.send(Bytes(segment, start), part, timeout=_SEND_S)
+            self.sent_bytes += size
+        self._sent = (segment, end_offset)
+
+    def part_written(self) -> None:
+        """In the writer thread: what has been written of a frame goes on its way before the rest of it is known."""
+        path, end_offset = self._log.position()
+        if self._log.in_memory and not self.unfit:
+            self._to_send.put(Part(path, end_offset))
+            self._wake()
 
     def _heard_resend(self, message: Resend) -> None:
         channel = self._channel

@@ -144,6 +144,11 @@ class Appender:
         self._filled += num_bytes
         return region
 
+    def view(self, offset: int, num_bytes: int) -> Bytes | None:
+        """Bytes that were put there, if they have not left this memory; until the next call."""
+        first = offset - self._written
+        return self._staging[first : first + num_bytes] if first >= 0 else None
+
     def put(self, data: Bytes) -> None:
         """Copy data to the end of the file."""
         done = 0

@@ -32,6 +32,8 @@ class Appender(Protocol):
 
     def reserve(self, num_bytes: int) -> Bytes: ...
 
+    def view(self, offset: int, num_bytes: int) -> Bytes | None: ...
+
     def pad(self, multiple: int) -> None: ...
 
     def flush(self) -> None: ...
@@ -102,11 +104,17 @@ class LogWriter:
         self._step = -1
         self._begin = 0
         self._headers: list[bytes] = []
+        self._offsets: list[int] = []
         self._index: list[tuple[int, int, int]] = []
         self._previous = 0
         self.bytes_written = 0
         self.last: FrameEntry | None = None
         """The frame that was finished last."""
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether the open segment is in memory."""
+        return self._file_place.in_memory
 
     def begin(self, step: int, layout: str, durable_step: int) -> None:
         """Start the frame of this step; a new segment if the open one is full or there is none."""
@@ -127,7 +135,7 @@ class LogWriter:
         if self._file is None:
             self._open(step, layout)
         assert self._file is not None
-        self._step, self._begin, self._headers = step, self._file.offset, []
+        self._step, self._begin, self._headers, self._offsets = step, self._file.offset, [], []
 
     def _open(self, step: int, layout: str) -> None:
         # The folder is synced before the first frame counts as durable: sync() does it once per segment.
@@ -174,7 +182,9 @@ class LogWriter:
         codec_id: int = codec.RAW, codec_version: int = 1,
     ) -> int:  # fmt: skip
         """Append one piece of a tensor (uid 0: several small tensors); returns its ordinal."""
+        assert self._file is not None
         ordinal = len(self._headers)
+        self._offsets.append(self._file.offset)
         self._headers.append(
             self._record(
                 DATA, parts, step=self._step, ordinal=ordinal, uid=uid, dtype=dtype, start=start, count=count,
@@ -182,6 +192,26 @@ class LogWriter:
             )
         )  # fmt: skip
         return ordinal
+
+    def holds(self, ordinal: int, payload: Bytes) -> bool:
+        """Whether the payload of this DATA record of the open frame is these bytes (by its checksum)."""
+        assert self._file is not None
+        seed = records.at(self._seeds[self._file.path], self._offsets[ordinal])
+        return records.payload_sum(payload, seed) == records.unpack_trusted(self._headers[ordinal]).payload_sum
+
+    def payload(self, ordinal: int) -> Bytes | None:
+        """The payload of this DATA record of the open frame, not to be written to; None if it is not in memory any more.
+
+        (On a disk only that of the last record is sure to be, and only until the next.)
+        """
+        assert self._file is not None
+        stored = records.unpack_trusted(self._headers[ordinal]).stored_bytes
+        return self._file.view(self._offsets[ordinal] + HEADER_BYTES, stored)
+
+    def position(self) -> tuple[str, int]:
+        """The open segment and how far it has been written."""
+        assert self._file is not None
+        return self._file.path, self._file.offset
 
     def finish(self, ops: Sequence[Op], cursor: bytes, audit: bytes, audit_complete: bool, durable_step: int,
                wall_time_ns: int, replicas: bytes = b"") -> None:  # fmt: skip

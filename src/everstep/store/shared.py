@@ -106,6 +106,10 @@ class MappedAppender:
         self.offset = end
         return region
 
+    def view(self, offset: int, num_bytes: int) -> Bytes | None:
+        """Bytes that were put there, where they are."""
+        return self._file.memory[offset : offset + num_bytes]
+
     def pad(self, multiple: int) -> None:
         rest = -self.offset % multiple
         if rest:
