@@ -23,6 +23,8 @@ from everstep.memory import Bytes, Scratch, dtype_of, typed
 from everstep.store import files
 
 _MAX_META_BYTES = 1 << 30
+# Made while one thread imports this: msgspec prepares a type at its first use, and crashes if two threads are at it at once.
+_DECODERS: dict[type[Any], Any] = {kind: msgspec.msgpack.Decoder(kind) for kind in (SegmentHeader, SegmentEnd, Footer)}
 _READ_BYTES = 4 << 20
 """Records that follow each other are read together up to about this size."""
 
@@ -224,7 +226,7 @@ def _ordinals(parts: list[list[tuple[int, int, int]]]) -> list[int]:
 
 def _decode(payload: bytes, kind: type[Any], path: str) -> Any:
     try:
-        return msgspec.msgpack.decode(payload, type=kind)
+        return _DECODERS[kind].decode(payload)
     except msgspec.MsgspecError as e:
         raise CorruptionError(f"{path}: a {kind.__name__} cannot be decoded: {e}") from e
 
