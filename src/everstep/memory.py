@@ -156,7 +156,7 @@ class Scratch:
         size = (num_bytes // _PAGE + 3) * _PAGE
         self._wanted += size
         if not len(self._memory):
-            self._memory = new_pages(max(size, _HUGE))
+            self._memory = new_pages(size)
         if self._used + size > len(self._memory):
             return new_pages(size)
         part = self._memory[self._used : self._used + size]
