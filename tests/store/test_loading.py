@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from everstep.atoms import PIECE_ELEMENTS, Layout
-from everstep.errors import CorruptionError
+from everstep.errors import CorruptionError, StorageError
 from everstep.format.documents import Manifest
 from everstep.memory import same_bits
+from everstep.store import aio, files
 from everstep.store.bases import BaseReader, BaseWriter, Slot
 
 SIZES = (2 * PIECE_ELEMENTS + 1000, 3, PIECE_ELEMENTS, 0, 70_001)
@@ -81,6 +82,28 @@ def test_a_damaged_piece_is_found_by_whoever_needs_it_and_by_nobody_else(
     with pytest.raises(CorruptionError, match="t0"):
         loading.need_all(2, range(len(SIZES)))
     reader.close()
+
+
+def test_a_read_that_fails_is_begun_anew_by_the_next_who_needs_it(
+    base: tuple[str, Manifest, list[torch.Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, manifest, tensors = base
+    reader = BaseReader(folder, manifest)
+    loading = reader.load()
+
+    def fails(*_: object) -> None:
+        raise StorageError("the disk is gone")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(aio.Queue, "wait", lambda self, ticket: -5)
+        patched.setattr(files.Reader, "read_direct", fails)
+        for _ in range(2):
+            loading.begin(2)
+            with pytest.raises(StorageError):
+                loading.need(2)
+    loading.need(2)
+    reader.close()
+    assert same_bits(loading.tensors[2], tensors[2])
 
 
 def test_a_manifest_with_too_few_checksums_is_refused(base: tuple[str, Manifest, list[torch.Tensor]]) -> None:

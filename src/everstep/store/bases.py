@@ -217,9 +217,10 @@ class _Chunk:
     def finish(self) -> None:
         with self._lock:
             self._begin()
-            if self._under_way is not None:
-                self._under_way()
-                self._under_way, self._is_read = None, True
+            under_way, self._under_way = self._under_way, None
+            if under_way is not None:
+                under_way()  # if it fails, whoever comes next begins anew
+                self._is_read = True
 
     def _begin(self) -> None:
         if not self._is_read and self._under_way is None:
