@@ -155,6 +155,8 @@ class Scratch:
         """num_bytes and two pages, aligned to a page; new memory if what is there does not suffice yet."""
         size = (num_bytes // _PAGE + 3) * _PAGE
         self._wanted += size
+        if not len(self._memory):
+            self._memory = new_pages(size)
         if self._used + size > len(self._memory):
             return new_pages(size)
         part = self._memory[self._used : self._used + size]

@@ -213,7 +213,7 @@ class Run:
         self._torn = False
         self._last_cursor: dict[str, Any] = {}
         self._resume_cursor: dict[str, Any] = {}
-        self._restore_s = 0.0
+        self._restore_s = self._fetch_s = 0.0
         self._commits = 0
         atexit.register(self._at_exit)
         self._say(self._attach_line(inventory))
@@ -359,6 +359,7 @@ class Run:
             "resumed_from": self._source,
             "resumed_proven": self._proven,
             "resume_s": self._restore_s,
+            "fetch_s": self._fetch_s,
             "commits": self._commits,
             "step_s": capture.step_s,
             "training_thread_s": capture.thread_s + sum(t.thread_s for t in capture.taps.values()),
@@ -409,7 +410,9 @@ class Run:
 
     def _resume_whole(self, listing: Listing, step: Step) -> int:
         """What one process wrote, in one process."""
+        begun = time.perf_counter()
         offer = self._find_shadow()
+        self._fetch_s = time.perf_counter() - begun
         try:
             line, asked, offer = self._choose(listing, step, offer)
             if line is None or asked is None:
@@ -476,12 +479,17 @@ class Run:
     def _restore_and_begin(
         self, listing: Listing, line: Line, at: int, asked: Step, offer: recover.Offer | None
     ) -> int:
+        begun = time.perf_counter()
         if offer is not None:
-            restored = Restored(offer.fetch(), None, offer.proven, dict(offer.fingerprint))
+            live = take_inventory(self._models, self._optimizers, self._options.rename).tensors
+            if _has_finished_passes(cursors.decode(offer.cursor)):
+                live = {}  # what is run again between them is undone from the state, which then is not the live one
+            restored = Restored(offer.fetch(live), None, offer.proven, dict(offer.fingerprint))
         else:
             self._say(f"everstep: restoring step {at} of {self.path} …")
             check_before_replay(line, at, self._models, self._optimizers, self._options.rename)
             restored = restore(line, at, live=self._optimizers)
+        self._fetch_s += time.perf_counter() - begun
         check_fits(restored.state, self._models, self._optimizers, self._options.rename)
         cursor = cursors.decode(restored.state.cursor)
         cursors.check_same_extras(self._extras, cursor["extras"])
@@ -492,7 +500,9 @@ class Run:
                 f"timeline.json of timeline {line.timelines[0]} in {self.path} is missing: put it back from a copy, or go "
                 "on under another path by everstep.open(run).restore(...)"
             )
+        begun = time.perf_counter()
         self._apply(restored, cursor)
+        self._fetch_s += time.perf_counter() - begun
         self._dismiss_later = offer is not None and self._mode != "shadow"
         fork = offer is None and asked != "latest" and not _is_newest(line, at)
         timeline = line.timelines[0]
@@ -686,6 +696,8 @@ class Run:
     def _apply(self, restored: Restored, cursor: dict[str, Any]) -> None:
         # Extras first: loading a scheduler may touch the optimizer's groups, and what was recorded has the last word.
         cursors.load_extras(self._extras, cursor["extras"])
+        restored.state.need_all()
+        restored.state.close()
         apply(restored.state, self._models, self._optimizers, self._options.rename)
         rng.install(cursor["rng"])
 
@@ -1064,6 +1076,10 @@ def _latest(line: Line) -> int:
         return line.latest()
     except (CorruptionError, NothingToRestoreError):
         return -1
+
+
+def _has_finished_passes(cursor: dict[str, Any]) -> bool:
+    return cursor["data"] is not None and cursor["data"]["pass"] > 0
 
 
 def _is_newest(line: Line, at: int) -> bool:

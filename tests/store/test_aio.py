@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import random
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from everstep.memory import Scratch, new_pages
+from everstep.memory import Bytes, Scratch, new_pages
 from everstep.store import aio, files
 
 
@@ -34,6 +35,26 @@ def test_what_is_under_way_is_what_a_plain_read_gives_in_any_order(blob: tuple[s
         random.Random(3).shuffle(under_way)
         for a, n, get in under_way:
             assert get().tobytes() == data[a : a + n]
+
+
+def test_several_threads_may_wait_for_the_reads_of_one(blob: tuple[str, bytes]) -> None:
+    path, data = blob
+    wrong: list[tuple[int, int]] = []
+    with files.Reader(path, direct=True) as reader:
+        for seed in range(20):
+            under_way = [(a, n, reader.begin_direct(new_pages(n + 8192), a, n)) for a, n in spans(len(data))]
+            random.Random(seed).shuffle(under_way)
+
+            def work(mine: list[tuple[int, int, Callable[[], Bytes]]]) -> None:
+                wrong.extend((a, n) for a, n, get in mine if get().tobytes() != data[a : a + n])
+
+            workers = [threading.Thread(target=work, args=(under_way[i::4],)) for i in range(4)]
+            for worker in workers:
+                worker.start()
+            for worker in workers:
+                worker.join(60.0)
+                assert not worker.is_alive()
+    assert not wrong
 
 
 def test_it_works_where_the_system_has_none(blob: tuple[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,9 @@ A trainer process of the overhead benchmark's model is killed in mid-run and sta
 
     start       from the kill until the new process runs its first line
     import      torch, Everstep, model, optimizer, data
-    fetch       resume(): the state from the shadow's memory, from disk, or by torch.load, in its place
+    fetch       the state from the shadow's memory (from connecting to it), from disk, or by torch.load, verified and in
+                the live tensors
+    begin       the rest of attach() and resume(): the run's listing, a new generation, watching
     step        the first step
 
 and, in the same run, one memcpy of the state from and to memory that has been touched before.
@@ -34,7 +36,7 @@ from everstep.follow.recover import dismiss
 from everstep.store.runs import RunPath
 
 WAYS = ("shadow", "disk", "torch.load")
-PARTS = ("total_s", "start_s", "import_s", "fetch_s", "step_s")
+PARTS = ("total_s", "start_s", "import_s", "fetch_s", "begin_s", "step_s")
 WARM_STEPS = 12
 
 _TRAINER = """
@@ -64,11 +66,12 @@ def train(began: float, *, way: str, folder: str, workload: dict[str, Any]) -> N
             model.load_state_dict(state["model"])
             optimizer.load_state_dict(state["optimizer"])
             step = state["step"]
+        fetch_s = time.time() - built
     else:
         mode = "shadow" if way == "shadow" else "delta"
         run = attach(model, optimizer, os.path.join(folder, way), mode=mode, base_interval=1000, quiet=True)
         step = run.resume()
-        source = run.stats()["resumed_from"]
+        source, fetch_s = run.stats()["resumed_from"], run.stats()["fetch_s"]
     fetched = time.time()
     while True:
         workloads.train_step(model, optimizer, next(batches))
@@ -80,7 +83,8 @@ def train(began: float, *, way: str, folder: str, workload: dict[str, Any]) -> N
         else:
             run.commit()
         told = {
-            "step": step, "began": began, "built": built, "fetched": fetched, "now": time.time(), "source": source,
+            "step": step, "began": began, "built": built, "fetched": fetched, "fetch_s": fetch_s, "now": time.time(),
+            "source": source,
             "folded": run.stats().get("folded_step", step) if way == "shadow" else step,
         }  # fmt: skip
         print(json.dumps(told), flush=True)
@@ -166,7 +170,8 @@ class _Trainer:
         self.train(0)
         return {
             "total_s": told["now"] - killed, "start_s": told["began"] - killed, "import_s": told["built"] - told["began"],
-            "fetch_s": told["fetched"] - told["built"], "step_s": told["now"] - told["fetched"],
+            "fetch_s": told["fetch_s"], "begin_s": told["fetched"] - told["built"] - told["fetch_s"],
+            "step_s": told["now"] - told["fetched"],
         }  # fmt: skip
 
     def pause(self) -> None:

@@ -180,8 +180,9 @@ def _by_turns(
             work, paths = turns[name]
             drop_from_cache(paths)
             begun = time.perf_counter()
-            work()
+            result = work()
             seconds[name].append(time.perf_counter() - begun)
+            del result  # giving memory back is not part of it
     progress("repetitions", settings.num_repetitions, settings.num_repetitions)
     return seconds
 

@@ -134,9 +134,10 @@ def recover_(
 def _print_recover(found: dict[str, Any]) -> None:
     from rich.table import Table
 
-    table = Table("from", "kill to next step", "start", "import and build", "fetch", "first step")
+    table = Table("from", "kill to next step", "start", "import and build", "fetch", "begin", "first step")
+    parts = ("total_s", "start_s", "import_s", "fetch_s", "begin_s", "step_s")
     for name, m in found["ways"].items():
-        table.add_row(name, *(f"{m[part]:.3f} s" for part in ("total_s", "start_s", "import_s", "fetch_s", "step_s")))
+        table.add_row(name, *(f"{m[part]:.3f} s" for part in parts))
     _print_machine(found)
     console().print(table)
     console().print(

@@ -25,7 +25,7 @@ ELEMENTWISE = frozenset(
         "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
     )
 )  # fmt: skip
-UNIT_ELEMENTS = 3 << 17
+UNIT_ELEMENTS = 1 << 19
 """Tiles are taken together up to about this many elements: they follow each other in a frame and are read at once."""
 LARGE_UNIT_ELEMENTS = 2 << 20
 """The same for one worker, which does not hurry and should ask the disk for as few and as large parts as it can."""

@@ -24,10 +24,17 @@ class OptimizerState:
 
 
 class Loading(Protocol):
-    """Values on their way into the memory of a state's tensors."""
+    """Values on their way into the memory of a state's tensors.
 
-    def need(self, tensor: torch.Tensor) -> None:
-        """Return when this tensor has its values. Any thread."""
+    Parts are elements [start, stop), cut at multiples of pieces; all of a tensor if not told.
+    """
+
+    def begin(self, tensor: torch.Tensor, start: int = 0, stop: int | None = None) -> None:
+        """Ask for what will be needed soon. Any thread."""
+        ...
+
+    def need(self, tensor: torch.Tensor, start: int = 0, stop: int | None = None) -> None:
+        """Return when this part of a tensor has its values. Any thread."""
         ...
 
     def need_all(self) -> None:
@@ -53,10 +60,15 @@ class State:
     loading: Loading | None = None
     """For tensors that have their memory, but perhaps not yet their values."""
 
-    def need(self, tensor: torch.Tensor) -> None:
-        """Return when this tensor of the state has its values. Any thread."""
+    def begin(self, tensor: torch.Tensor, start: int = 0, stop: int | None = None) -> None:
+        """Ask for what of this tensor of the state will be needed soon. Any thread."""
         if self.loading is not None:
-            self.loading.need(tensor)
+            self.loading.begin(tensor, start, stop)
+
+    def need(self, tensor: torch.Tensor, start: int = 0, stop: int | None = None) -> None:
+        """Return when this part of a tensor of the state has its values. Any thread."""
+        if self.loading is not None:
+            self.loading.need(tensor, start, stop)
 
     def need_all(self) -> None:
         """Return when all have theirs."""

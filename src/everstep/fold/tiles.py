@@ -13,6 +13,7 @@ import torch
 from everstep import tree
 from everstep.fold.apply import run_update, sparse_tensor
 from everstep.fold.cut import Tile, TilePlan
+from everstep.fold.fused import FusedAdam, fused_adam
 from everstep.fold.state import State
 from everstep.frame import FrameData, Op, SetTensor, Update, Wanted
 from everstep.memory import Scratch, with_strides
@@ -77,6 +78,7 @@ class Unit:
         self._build = build
         self._optimizer: torch.optim.Optimizer | None = None
         self._params: list[torch.Tensor] = []
+        self._fused: FusedAdam | None = None
         self._by_uid = {t.uid: i for i, t in enumerate(tiles)}
         self.num_elements = sum(t.stop - t.start for t in tiles)
 
@@ -99,6 +101,18 @@ class Unit:
                 if gradient is not None and gradient.dense is not None:
                     wanted.append((gradient.dense, tile.start, tile.stop))
             yield frame, wanted
+
+    def begin(self) -> None:
+        """Ask for the values that run() begins with."""
+        for tile in self.tiles:
+            for tensor in self._tensors(tile):
+                self._state.begin(tensor, *_part(tile, tensor))
+
+    def _tensors(self, tile: Tile) -> Iterator[torch.Tensor]:
+        yield self._state.tensors[tile.uid]
+        for value in self._state.optimizers[self.name].state.get(tile.uid, {}).values():
+            if isinstance(value, torch.Tensor):
+                yield value
 
     def run(self, plan: TilePlan, source: Source) -> None:
         """`source` gives what reads() asks for."""
@@ -128,15 +142,14 @@ class Unit:
         state: dict[torch.Tensor, dict[str, Any]] = {}
         self._views: list[dict[str, Any]] = []
         for tile in self.tiles:
-            tensor = self._state.tensors[tile.uid]
-            self._state.need(tensor)
-            tensor = tensor.detach()
+            for tensor in self._tensors(tile):
+                self._state.need(tensor, *_part(tile, tensor))
+            tensor = self._state.tensors[tile.uid].detach()
             p = tensor if tile.whole else tensor.view(-1)[tile.start : tile.stop]
             views: dict[str, Any] = {}
             old = optimizer_state.state.get(tile.uid)
             if old is not None:
                 for key, value in old.items():
-                    self._state.need(value)
                     if tile.whole:
                         views[key] = value
                     elif value.dim() == 0:
@@ -149,6 +162,7 @@ class Unit:
             groups[tile.group]["params"].append(p)
         self._groups = groups
         self._optimizer = self._build(optimizer_state.spec, groups, state)
+        self._fused = None if self.tiles[0].whole else fused_adam(self._optimizer, self._params)
 
     def _set_hyper(self, hyper: list[dict[str, Any]]) -> None:
         for group, values in zip(self._groups, hyper, strict=True):
@@ -159,6 +173,9 @@ class Unit:
 
     def _update(self, plan: TilePlan, event: int, frame: int, op: Update, parts: list[torch.Tensor]) -> None:
         assert self._optimizer is not None
+        plain = not op.skipped and op.grad_scale is None and len(parts) == len(self.tiles)
+        if plain and self._fused is not None and self._fused.step(parts):
+            return
         grads = plan.grads[event]
         left = iter(parts)
         for tile, p in zip(self.tiles, self._params, strict=True):
@@ -174,6 +191,7 @@ class Unit:
                 assert gradient.sparse is not None
                 p.grad = sparse_tensor(plan.frames[frame], gradient.sparse)
         run_update(self._optimizer, op)
+        self._fused = None if self.tiles[0].whole else fused_adam(self._optimizer, self._params)
 
     def join_state(self) -> None:
         """Bring per-tile state back into the whole state."""
@@ -200,6 +218,11 @@ class Unit:
                 del whole[key]
 
 
+def _part(tile: Tile, tensor: torch.Tensor) -> tuple[int, int | None]:
+    """What of a tensor of the state a tile stands on."""
+    return (0, None) if tile.whole or tensor.dim() == 0 else (tile.start, tile.stop)
+
+
 def run_units(
     units: list[Unit], plan: TilePlan, frames: Sequence[FrameData], num_workers: int,
     progress: Callable[[int, int], None] | None,
@@ -222,9 +245,15 @@ def run_units(
                     if not todo:
                         return
                     mine.append(todo.popleft())
+                    following = todo[0] if todo else None
                     if progress is not None:
                         progress(len(units) - len(todo) - 1, len(units))
-                yield from mine[-1].reads(plan)
+                mine[-1].begin()
+                reads = mine[-1].reads(plan)
+                yield from itertools.islice(reads, READ_AHEAD)
+                if following is not None:
+                    following.begin()  # for whoever takes it: these reads come before those of its frames
+                yield from reads
 
         try:
             source = Source(frames, reads(), ahead=0 if num_workers == 1 else READ_AHEAD)

@@ -6,20 +6,22 @@ import contextlib
 import itertools
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
 
+from everstep.atoms import PIECE_ELEMENTS
 from everstep.errors import CorruptionError, StorageError
 from everstep.fold import State
 from everstep.format.documents import Manifest, StoredTensor
-from everstep.memory import Bytes, dtype_name, dtype_named, plain, typed, view_bytes, with_strides
-from everstep.store.bases import Slot, piece_sums
+from everstep.memory import Bytes, dtype_name, dtype_named, new_pages, plain, typed, view_bytes, with_strides
+from everstep.store.bases import Slot, piece_sum, piece_sums
 
 _ALIGN = 4096
 _SPARE_BYTES = 64 << 20
+_LARGE_BYTES = 1 << 20
 _numbers = itertools.count()
 
 
@@ -151,20 +153,148 @@ def _places(state: State) -> Iterator[tuple[dict[object, torch.Tensor], object, 
                 yield holder, key, value
 
 
-def take(manifest: Manifest, memory: Bytes, *, is_mine: bool) -> list[torch.Tensor]:
-    """The tensors of a state that was handed out, every piece verified.
-
-    Where the memory is not this process's own, all but parameters (which are copied into the model's) are copied out of it.
-    """
+def take(manifest: Manifest, memory: Bytes) -> list[torch.Tensor]:
+    """The tensors of a state that lies in memory of this process's own, every piece verified."""
 
     def check(stored: StoredTensor) -> torch.Tensor:
         data = memory[stored.offset : stored.offset + stored.num_bytes]
         dtype = dtype_named(stored.dtype)
         if len(data) != stored.num_bytes or piece_sums(data, stored.uid, dtype.itemsize) != stored.sums:
-            raise CorruptionError(f"step {manifest.step}: {stored.key}, as the shadow handed it out, has another checksum")
-        flat = typed(data, dtype)
-        return with_strides(flat if is_mine or stored.role == "param" else flat.clone(), stored.shape, stored.strides)
+            raise _damaged(manifest, stored)
+        return with_strides(typed(data, dtype), stored.shape, stored.strides)
 
     with ThreadPoolExecutor(os.cpu_count() or 1, "everstep-take") as pool:
         return list(pool.map(check, manifest.tensors))
 
+
+def _damaged(manifest: Manifest, stored: StoredTensor) -> CorruptionError:
+    return CorruptionError(f"step {manifest.step}: {stored.key}, as the shadow handed it out, has another checksum")
+
+
+class Copying:
+    """A state in another process's arena on its way into this one's memory (a fold.Loading).
+
+    `tensors` have their memory at once: parameters and buffers that of the live ones where it fits, all others new memory.
+    need_all() reads each piece into its place and verifies it there, while it is in the cache, on all cores. If that
+    fails, live ones may have been written to.
+    """
+
+    def __init__(self, manifest: Manifest, file: str, live: Mapping[int, torch.Tensor]) -> None:
+        self._manifest = manifest
+        self._file = file
+        self._places: list[Bytes] = [np.empty(0, np.uint8)] * len(manifest.tensors)
+        self._strided: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """To be copied when all is there: (into, from)."""
+        self._runs: list[tuple[int, Bytes, list[tuple[int, int]]]] = []
+        """Bytes of the file that are read at once: from where, to where, and the (tensor, piece)s in them."""
+        for stored in manifest.tensors:
+            if len(stored.sums) != max(1, -(-stored.num_bytes // (PIECE_ELEMENTS * dtype_named(stored.dtype).itemsize))):
+                raise _damaged(manifest, stored)
+        self._live = {index for index, stored in enumerate(manifest.tensors) if _fits(stored, live.get(stored.uid))}
+        for index in self._live:
+            self._places[index] = view_bytes(live[manifest.tensors[index].uid].detach())
+            self._add_pieces(index)
+        others = sorted(set(range(len(self._places))) - self._live, key=lambda i: manifest.tensors[i].offset)
+        # Parameters and optimizer state in memory of their own: whoever keeps only the ones does not hold the others.
+        for _, group in itertools.groupby(others, lambda i: manifest.tensors[i].role in ("param", "buffer")):
+            self._place(list(group))
+        self.tensors = [
+            live[t.uid].detach() if i in self._live else self._tensor(i) for i, t in enumerate(manifest.tensors)
+        ]
+
+    def _tensor(self, index: int) -> torch.Tensor:
+        stored = self._manifest.tensors[index]
+        flat = typed(self._places[index], dtype_named(stored.dtype))
+        if stored.strides is None:
+            return flat.view(stored.shape)
+        strided = torch.empty_strided(stored.shape, stored.strides, dtype=flat.dtype)
+        self._strided.append((strided, flat.view(stored.shape)))
+        return strided
+
+    def _place(self, indices: list[int]) -> None:
+        """Memory for tensors that follow each other in the file. Small ones are read together."""
+        tensors = self._manifest.tensors
+        size = sum(-(-tensors[i].num_bytes // 64) * 64 for i in indices)
+        memory = new_pages(max(size, 1))
+        at = 0
+        together: list[int] = []
+        for i in indices:
+            self._places[i] = memory[at : at + tensors[i].num_bytes]
+            at += -(-tensors[i].num_bytes // 64) * 64
+            if tensors[i].num_bytes >= _LARGE_BYTES:
+                self._add_pieces(i)
+                continue
+            follows = together and tensors[i].offset == -(-_end(tensors[together[-1]]) // 64) * 64
+            if together and (not follows or tensors[i].offset - tensors[together[0]].offset >= _LARGE_BYTES):
+                self._add_run(memory, together)
+                together = []
+            together.append(i)
+        if together:
+            self._add_run(memory, together)
+
+    def _add_run(self, memory: Bytes, indices: list[int]) -> None:
+        tensors = self._manifest.tensors
+        first = tensors[indices[0]].offset
+        start = self._places[indices[0]].ctypes.data - memory.ctypes.data
+        target = memory[start : start + _end(tensors[indices[-1]]) - first]
+        self._runs.append((first, target, [(i, 0) for i in indices]))
+
+    def _add_pieces(self, index: int) -> None:
+        stored, place = self._manifest.tensors[index], self._places[index]
+        step = PIECE_ELEMENTS * dtype_named(stored.dtype).itemsize
+        for piece, start in enumerate(range(0, max(len(place), 1), step)):
+            self._runs.append((stored.offset + start, place[start : start + step], [(index, piece)]))
+
+    def begin(self, tensor: torch.Tensor, start: int = 0, stop: int | None = None) -> None:
+        """All comes at once."""
+
+    def need(self, tensor: torch.Tensor, start: int = 0, stop: int | None = None) -> None:
+        self.need_all()
+
+    def need_all(self) -> None:
+        if not self._runs:
+            return
+        todo = iter(sorted(self._runs, key=lambda run: -len(run[1])))
+        try:
+            fd = os.open(self._file, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as e:
+            raise CorruptionError(f"the shadow's memory {self._file} cannot be opened: {e.strerror}") from e
+        try:
+            with ThreadPoolExecutor(os.cpu_count() or 1, "everstep-take") as pool:
+                for done in [pool.submit(self._work, fd, todo) for _ in range(os.cpu_count() or 1)]:
+                    done.result()
+        finally:
+            os.close(fd)
+        for into, dense in self._strided:
+            into.copy_(dense)
+        for index in self._live:
+            torch.autograd.graph.increment_version(self.tensors[index])
+        self._runs = []
+
+    def _work(self, fd: int, todo: Iterator[tuple[int, Bytes, list[tuple[int, int]]]]) -> None:
+        for first, target, pieces in todo:
+            if os.preadv(fd, [target], first) != len(target):
+                raise _damaged(self._manifest, self._manifest.tensors[pieces[0][0]])
+            for index, piece in pieces:
+                stored, place = self._manifest.tensors[index], self._places[index]
+                step = PIECE_ELEMENTS * self.tensors[index].element_size()
+                part = place[piece * step : (piece + 1) * step]
+                if piece_sum(part, stored.uid, piece * PIECE_ELEMENTS) != stored.sums[piece]:
+                    raise _damaged(self._manifest, stored)
+
+    def close(self) -> None:
+        """Nothing is open but while it is read."""
+
+
+def _end(stored: StoredTensor) -> int:
+    return stored.offset + stored.num_bytes
+
+
+def _fits(stored: StoredTensor, live: torch.Tensor | None) -> bool:
+    """Whether the bytes of a stored tensor are those that this one would have."""
+    if live is None or stored.role not in ("param", "buffer") or stored.strides is not None:
+        return False
+    plain_cpu = type(live) in (torch.Tensor, torch.nn.Parameter) and live.device.type == "cpu" and live.is_contiguous()
+    if not plain_cpu or live.is_conj() or live.is_neg():
+        return False
+    return tuple(live.shape) == tuple(stored.shape) and dtype_name(live.dtype) == stored.dtype

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import ssl
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgspec
 import numpy as np
+import torch
 
-from everstep.errors import CorruptionError, LinkClosed, LinkError, LinkRefused
+from everstep.errors import LinkClosed, LinkError, LinkRefused
 from everstep.fold import State
-from everstep.follow.arena import take
+from everstep.follow.arena import Copying, take
 from everstep.follow.serve import SOCKET
 from everstep.format import documents
 from everstep.format.documents import Manifest, StoredTensor
@@ -49,24 +50,24 @@ class Offer:
     _memory: Bytes
     _channel: Channel
 
-    def fetch(self) -> State:
-        """The state, verified. On the same host it lies in the shadow's memory: valid until the next step is committed."""
-        memory = self._map() if self._file else self._memory
-        state = state_of(self._manifest, take(self._manifest, memory, is_mine=not self._file))
-        state.cursor = cursor_of(self._manifest)
+    def fetch(self, live: Mapping[int, torch.Tensor] | None = None) -> State:
+        """The state, verified. With `live` (by uid) its values may come only at need_all(), to be called before release():
+        from a shadow of the same host straight into the live tensors, where they fit."""
+        if self._file:
+            loading = Copying(self._manifest, self._file, live or {})
+            state = state_of(self._manifest, loading.tensors)
+            state.loading = loading
+            if live is None:
+                state.need_all()
+                state.close()
+        else:
+            state = state_of(self._manifest, take(self._manifest, self._memory))
+        state.cursor = self.cursor
         return state
 
-    def _map(self) -> Bytes:
-        try:
-            fd = os.open(self._file, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as e:
-            raise CorruptionError(f"the shadow's memory {self._file} cannot be opened: {e.strerror}") from e
-        try:
-            size = os.fstat(fd).st_size
-            pages = mmap.mmap(fd, size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
-        finally:
-            os.close(fd)
-        return np.frombuffer(pages, np.uint8)
+    @property
+    def cursor(self) -> bytes:
+        return cursor_of(self._manifest)
 
     @property
     def fingerprint(self) -> dict[str, object]:

@@ -16,10 +16,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from everstep.errors import CorruptionError, EverstepError, StorageError
+from everstep.fold import State
 from everstep.follow.arena import Home
 from everstep.follow.compact import Held, describe
 from everstep.format import documents, records
-from everstep.format.documents import Manifest
+from everstep.format.documents import Manifest, StoredTensor
 from everstep.format.segment import parse_name
 from everstep.frame import Update
 from everstep.restore.execute import check_chain
@@ -66,6 +67,19 @@ class Handout:
     """The bytes of each tensor of the manifest, in its order."""
 
 
+@dataclass
+class _Given:
+    """What a state was described as when it was last handed out, or in advance: it holds until the state changes."""
+
+    state: State
+    key: tuple[int, int, int]
+    """Timeline, generation, step."""
+    manifest: bytes
+    file: str
+    num_bytes: int
+    stored: tuple[StoredTensor, ...]
+
+
 class Shadow:
     """S(newest) of one run, in memory."""
 
@@ -93,6 +107,8 @@ class Shadow:
         self._readers: dict[str, shared.MappedReader | files.Reader] = {}
         self._kept: dict[str, files.Appender] = {}
         self._handed_out = 0
+        self._given: _Given | None = None
+        self._prepared: tuple[int, int, int] | None = None
         self.timeline = self.generation = 0
         self.watermark = -1
         """Frames above this step wait: other shadows do not have them yet. Without others it is what has been received."""
@@ -176,7 +192,9 @@ class Shadow:
 
     def _turn(self) -> None:
         with self._work:
-            self._work.wait_for(lambda: bool(self._jobs) or self._should_fold(), timeout=_PATIENCE_S)
+            self._work.wait_for(
+                lambda: bool(self._jobs) or self._should_fold() or self._can_prepare(), timeout=_PATIENCE_S
+            )
             job = self._jobs.popleft() if self._jobs else None
         try:
             if job is not None:
@@ -184,6 +202,10 @@ class Shadow:
             elif self._can_fold():
                 self._fold(_BATCH_FRAMES)
                 self._base_if_due()
+            elif self._can_prepare():
+                assert self._held is not None
+                self._prepared = self._given_key(self._held.state)  # it is tried once, and again when it is asked for
+                self._describe()
             elif not self.attached and time.monotonic() - self._since > self._idle_s:
                 self._say(f"no trainer for {self._idle_s:.0f} s: this shadow leaves a base and ends")
                 self._end(True, can_wait=True)
@@ -202,7 +224,7 @@ class Shadow:
     def _forget(self) -> None:
         if self._held is not None:
             self._held.forget()
-        self._held = None
+        self._held = self._given = None
         self.progress.folded = -1
 
     def _can_fold(self) -> bool:
@@ -217,6 +239,17 @@ class Shadow:
             return False
         last = held.step + AT_ONCE_FRAMES
         return not self.attached or (last in self._entries and last <= self.watermark)
+
+    def _can_prepare(self) -> bool:
+        """Whether the trainer is gone and what the next one will ask for has not been hashed yet."""
+        held = self._held
+        return (
+            not self.attached and held is not None and held.step is not None
+            and self._prepared != self._given_key(held.state)
+        )  # fmt: skip
+
+    def _given_key(self, state: State) -> tuple[int, int, int]:
+        return self.timeline, self.generation, state.step
 
     def _fold_all(self) -> None:
         while self._can_fold():
@@ -449,13 +482,7 @@ class Shadow:
         if held is None or held.step is None:
             raise CorruptionError("this shadow holds no state yet")
         state = held.state
-        slots, tensors, fields = describe(state)
-        file, num_bytes, stored = self._home.hand_out(slots, tensors)
-        manifest = Manifest(
-            run=self._run, timeline=self.timeline, generation=self.generation, step=state.step, layout=state.layout,
-            tensors=stored, files={}, cursor=base64.b64encode(state.cursor).decode(), audit="folded",
-            fingerprint=self._fingerprint, **fields,
-        )  # fmt: skip
+        given = self._describe()
         self._handed_out += 1
         told = threading.Event()
 
@@ -468,9 +495,26 @@ class Shadow:
 
         return Handout(
             state.step, self.generation, self.timeline, held.complete or self.progress.proven == state.step,
-            documents.encode(manifest), file, num_bytes, done,
-            lambda: [memoryview(self._home.bytes_of(t)) for t in stored],
+            given.manifest, given.file, given.num_bytes, done,
+            lambda: [memoryview(self._home.bytes_of(t)) for t in given.stored],
         )  # fmt: skip
+
+    def _describe(self) -> _Given:
+        """Where in memory everything is, with its hashes; once for a state."""
+        assert self._held is not None
+        state = self._held.state
+        given = self._given
+        if given is None or given.state is not state or given.key != self._given_key(state):
+            slots, tensors, fields = describe(state)
+            file, num_bytes, stored = self._home.hand_out(slots, tensors)
+            manifest = Manifest(
+                run=self._run, timeline=self.timeline, generation=self.generation, step=state.step, layout=state.layout,
+                tensors=stored, files={}, cursor=base64.b64encode(state.cursor).decode(), audit="folded",
+                fingerprint=self._fingerprint, **fields,
+            )  # fmt: skip
+            encoded = documents.encode(manifest)
+            given = self._given = _Given(state, self._given_key(state), encoded, file, num_bytes, stored)
+        return given
 
     def _end(self, base: bool, *, can_wait: bool = False) -> None:
         """Leave a base and stop. If that fails and it `can_wait`, what is held stays in memory and is tried again later."""

@@ -137,7 +137,8 @@ def apply(
             continue
         value = state.tensors[uid]
         if value.shape == tensor.shape and not _overlaps(tensor):
-            tensor.copy_(value)
+            if value.data_ptr() != tensor.data_ptr():  # else it was read straight into its place
+                tensor.copy_(value)
         else:
             for place in live.places:
                 if place.uid == uid:

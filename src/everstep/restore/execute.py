@@ -233,10 +233,15 @@ class _Loading:
         self._index_of = index_of
         self._num_workers = num_workers
 
-    def need(self, tensor: torch.Tensor) -> None:
+    def begin(self, tensor: torch.Tensor, start: int = 0, stop: int | None = None) -> None:
         index = self._index_of.get(id(tensor))
         if index is not None:
-            self._loading.need(index)
+            self._loading.begin(index, start, stop)
+
+    def need(self, tensor: torch.Tensor, start: int = 0, stop: int | None = None) -> None:
+        index = self._index_of.get(id(tensor))
+        if index is not None:
+            self._loading.need(index, start, stop)
 
     def need_all(self) -> None:
         self._loading.need_all(self._num_workers, list(self._index_of.values()))

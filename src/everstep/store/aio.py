@@ -1,12 +1,14 @@
 """Reads that go on while the thread that asked for them computes: Linux's own asynchronous I/O, for O_DIRECT files.
 
-One queue a thread. Where the system has no such thing (or forbids it) there is no queue, and reads are waited for.
+One queue a thread, whose reads any thread may wait for. Where the system has no such thing (or forbids it) there is no
+queue, and reads are waited for.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import platform
 import sys
@@ -36,7 +38,10 @@ class _Completion(ctypes.Structure):  # struct io_event
 
 
 class Queue:
-    """Reads under way, of one thread. A buffer is held here until the system no longer writes into it."""
+    """Reads under way. A buffer is held here until the system no longer writes into it.
+
+    One thread submits, any may wait: of several that do, one asks the system and tells the others.
+    """
 
     def __init__(self) -> None:
         self.pid = os.getpid()
@@ -44,6 +49,8 @@ class Queue:
         self._held: dict[int, tuple[_Request, Bytes]] = {}
         self._results: dict[int, int] = {}
         self._next = 0
+        self._told = threading.Condition()
+        self._is_asking = False
         self._completions = (_Completion * _DEPTH)()
         if platform.machine() not in _CALLS or sys.platform != "linux":
             raise OSError("no asynchronous reads on this system")
@@ -61,23 +68,40 @@ class Queue:
             data=self._next, opcode=_PREAD, fd=fd, buffer=buffer.ctypes.data, num_bytes=len(buffer), offset=offset
         )
         pointers = (ctypes.POINTER(_Request) * 1)(ctypes.pointer(request))
+        self._held[self._next] = (request, buffer)  # before it is on its way: another thread may see its end first
         if self._call(self._submit, self._context, ctypes.c_long(1), pointers) != 1:
+            del self._held[self._next]
             return None
-        self._held[self._next] = (request, buffer)
         return self._next
 
     def wait(self, ticket: int) -> int:
-        """How many bytes were read, or a negative error number."""
-        while ticket not in self._results:
+        """How many bytes were read, or a negative error number. Any thread; once for each ticket."""
+        with self._told:
+            while ticket not in self._results:
+                if self._is_asking:
+                    self._told.wait()
+                else:
+                    self._ask()
+            return self._results.pop(ticket)
+
+    def _ask(self) -> None:
+        """Wait for the end of at least one read, without the lock."""
+        self._is_asking = True
+        self._told.release()
+        try:
             found = self._call(
                 self._getevents, self._context, ctypes.c_long(1), ctypes.c_long(_DEPTH), self._completions, None
             )
-            for completion in self._completions[: max(found, 0)]:
-                del self._held[completion.data]
-                self._results[completion.data] = completion.result
-            if found < 0 and ctypes.get_errno() != 4:  # EINTR
-                raise OSError(ctypes.get_errno(), "io_getevents")
-        return self._results.pop(ticket)
+            failure = ctypes.get_errno() if found < 0 else 0
+        finally:
+            self._told.acquire()
+            self._is_asking = False
+            self._told.notify_all()
+        if failure and failure != errno.EINTR:
+            raise OSError(failure, "io_getevents")
+        for completion in self._completions[: max(found, 0)]:
+            del self._held[completion.data]
+            self._results[completion.data] = completion.result
 
     def __del__(self) -> None:
         if self._context.value and self.pid == os.getpid():  # a forked child does not have it

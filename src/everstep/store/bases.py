@@ -30,6 +30,8 @@ from everstep.store import files
 
 MANIFEST = "manifest.json"
 _READ_BYTES = 4 << 20
+_CHUNK_BYTES = 2 << 20
+"""What a piece waits for is little more than itself."""
 _numbers = itertools.count()
 _SAFETENSORS = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
@@ -200,24 +202,49 @@ def cursor_of(manifest: Manifest) -> bytes:
 class _Chunk:
     """Blocks of the file and their place in memory. Each is read once: memory may be changed as soon as it is filled."""
 
-    def __init__(self, offset: int, memory: Bytes) -> None:
-        self.offset = offset
-        self.memory = memory
-        self.lock = threading.Lock()
-        self.is_read = False
+    def __init__(self, reader: files.Reader, offset: int, memory: Bytes) -> None:
+        self._reader = reader
+        self._offset = offset
+        self._memory = memory
+        self._lock = threading.Lock()
+        self._under_way: Callable[[], Bytes] | None = None
+        self._is_read = False
+
+    def begin(self) -> None:
+        with self._lock:
+            self._begin()
+
+    def finish(self) -> None:
+        with self._lock:
+            self._begin()
+            under_way, self._under_way = self._under_way, None
+            if under_way is not None:
+                under_way()  # if it fails, whoever comes next begins anew
+                self._is_read = True
+
+    def _begin(self) -> None:
+        if not self._is_read and self._under_way is None:
+            there = max(0, min(len(self._memory), self._reader.num_bytes - self._offset))
+            self._under_way = self._reader.begin_direct(self._memory, self._offset, there)
 
 
 class Loading:
-    """A base on its way into memory: every tensor has its memory, which is filled when it is needed. Any thread."""
+    """A base on its way into memory: every tensor has its memory, which is filled when it is needed. Any thread.
+
+    Parts are elements [start, stop) at multiples of pieces, all of a tensor if not told. Each is verified once, when it
+    is first needed: after that its memory may be changed.
+    """
 
     def __init__(self, reader: files.Reader, manifest: Manifest, damaged: Callable[[StoredTensor], Exception]) -> None:
         self._reader = reader
         self._damaged = damaged
         self._stored = manifest.tensors
-        self._chunks: list[list[_Chunk]] = [[] for _ in self._stored]
+        self._chunks: list[tuple[int, list[_Chunk]]] = [(0, [])] * len(self._stored)
+        """By tensor: where it begins in memory that these chunks fill."""
         self._bytes: list[Bytes] = [np.empty(0, np.uint8)] * len(self._stored)
         self._locks = [threading.Lock() for _ in self._stored]
-        self._is_ready = [False] * len(self._stored)
+        self._is_ready = [[False] * len(t.sums) for t in self._stored]
+        """By tensor: each of its pieces."""
         order = sorted(range(len(self._stored)), key=lambda i: self._stored[i].offset)
         # Parameters and optimizer state in memory of their own: whoever keeps only the ones does not hold the others.
         for _, group in itertools.groupby(order, lambda i: self._stored[i].role in ("param", "buffer")):
@@ -226,40 +253,62 @@ class Loading:
             typed(raw, dtype_named(t.dtype)) for raw, t in zip(self._bytes, self._stored, strict=True)
         ]
         """Flat logical elements. Those that lie askew in the file have memory of their own, and are copied there."""
+        for stored, tensor in zip(self._stored, self.tensors, strict=True):
+            if len(stored.sums) != max(1, -(-tensor.numel() // PIECE_ELEMENTS)):
+                raise damaged(stored)
 
     def _place(self, indices: list[int]) -> None:
         origin = self._stored[indices[0]].offset // files.BLOCK * files.BLOCK
         end = max(self._stored[i].offset + self._stored[i].num_bytes for i in indices)
         memory = new_pages(-(-(end - origin) // files.BLOCK) * files.BLOCK)
-        chunks = [_Chunk(origin + at, memory[at : at + _READ_BYTES]) for at in range(0, len(memory), _READ_BYTES)]
+        chunks = [
+            _Chunk(self._reader, origin + at, memory[at : at + _CHUNK_BYTES]) for at in range(0, len(memory), _CHUNK_BYTES)
+        ]
         for i in indices:
             start = self._stored[i].offset - origin
             stop = start + self._stored[i].num_bytes
             self._bytes[i] = memory[start:stop]
-            self._chunks[i] = chunks[start // _READ_BYTES : -(-stop // _READ_BYTES)]
+            self._chunks[i] = start, chunks
 
-    def need(self, index: int) -> None:
-        """Return when this tensor has been read and verified."""
-        if self._is_ready[index]:
+    def begin(self, index: int, start: int = 0, stop: int | None = None) -> None:
+        """Ask for a part that will be needed soon."""
+        for chunk in self._under(index, start, stop):
+            chunk.begin()
+
+    def need(self, index: int, start: int = 0, stop: int | None = None) -> None:
+        """Return when this part has been read and verified."""
+        ready = self._is_ready[index]
+        pieces = range(start // PIECE_ELEMENTS, len(ready) if stop is None else -(-stop // PIECE_ELEMENTS))
+        if all(ready[piece] for piece in pieces):
             return
-        for chunk in self._chunks[index]:
-            with chunk.lock:
-                if not chunk.is_read:
-                    self._reader.read_direct(chunk.memory, chunk.offset, len(chunk.memory))
-                    chunk.is_read = True
+        for chunk in self._under(index, start, stop):
+            chunk.finish()
         with self._locks[index]:
-            if not self._is_ready[index]:
-                stored = self._stored[index]
-                if piece_sums(self._bytes[index], stored.uid, dtype_named(stored.dtype).itemsize) != stored.sums:
-                    raise self._damaged(stored)
-                if not is_aligned(self._bytes[index]):
-                    view_bytes(self.tensors[index])[:] = self._bytes[index]
-                self._is_ready[index] = True
+            for piece in pieces:
+                if not ready[piece]:
+                    self._settle(index, piece)
+                    ready[piece] = True
+
+    def _under(self, index: int, start: int, stop: int | None) -> list[_Chunk]:
+        size = self.tensors[index].element_size()
+        first, chunks = self._chunks[index]
+        end = first + (len(self._bytes[index]) if stop is None else stop * size)
+        return chunks[(first + start * size) // _CHUNK_BYTES : -(-end // _CHUNK_BYTES)]
+
+    def _settle(self, index: int, piece: int) -> None:
+        stored, raw, step = self._stored[index], self._bytes[index], PIECE_ELEMENTS * self.tensors[index].element_size()
+        part = slice(piece * step, (piece + 1) * step)
+        if piece_sum(raw[part], stored.uid, piece * PIECE_ELEMENTS) != stored.sums[piece]:
+            raise self._damaged(stored)
+        if not is_aligned(raw):
+            view_bytes(self.tensors[index])[part] = raw[part]
 
     def need_all(self, num_workers: int, indices: Sequence[int]) -> None:
         """Return when all of these have been."""
-        with ThreadPoolExecutor(max(2, num_workers), "everstep-base") as pool:
-            list(pool.map(self.need, indices))
+        left = [index for index in indices if not all(self._is_ready[index])]
+        if left:
+            with ThreadPoolExecutor(max(2, num_workers), "everstep-base") as pool:
+                list(pool.map(self.need, left))
 
 
 class BaseReader:

@@ -433,7 +433,7 @@ class Reader:
         return buffer[offset - first : min(done, offset - first + num_bytes)]
 
     def begin_direct(self, buffer: Bytes, offset: int, num_bytes: int) -> Callable[[], Bytes]:
-        """read_direct() that goes on in the background; the same thread calls the result to get the bytes."""
+        """read_direct() that goes on in the background; any thread calls the result, once, to get the bytes."""
         queue = aio.queue() if self._direct_fd >= 0 else None
         first = offset // BLOCK * BLOCK
         last = -(-(offset + num_bytes) // BLOCK) * BLOCK
