@@ -114,10 +114,15 @@ class Inventory:
         roles = {a.uid: a.role for a in self.layout.atoms}
         return {uid: t for uid, t in self.live.items() if roles[uid] == "param"}
 
-    def part(self, uids: Set[int], rank: int, world_size: int) -> Inventory:
-        """What this rank stores of it, these atoms, as a layout that says which boxes they are."""
+    def part(self, uids: Set[int], rank: int, world_size: int, aliases: Mapping[int, tuple[str, ...]]) -> Inventory:
+        """What this rank stores of it, these atoms, as a layout that says which boxes they are.
+
+        `aliases`: their other names on all ranks.
+        """
         atoms = tuple(
-            structs.replace(a, boxes=tuple((rank, box) for _, box in a.boxes)) for a in self.layout.atoms if a.uid in uids
+            structs.replace(a, boxes=tuple((rank, box) for _, box in a.boxes), aliases=aliases.get(a.uid, a.aliases))
+            for a in self.layout.atoms
+            if a.uid in uids
         )
         layout = structs.replace(
             self.layout, atoms=atoms, world_size=world_size, rank=rank, order=tuple(self.tensors),

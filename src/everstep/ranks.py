@@ -40,6 +40,7 @@ class Holding(msgspec.Struct, frozen=True, array_like=True):
     """An optimizer of this rank updates it."""
     is_own: bool
     """Other ranks may have other values in the same place, and each stores its own."""
+    aliases: tuple[str, ...] = ()
 
 
 def holdings(inventory: Inventory) -> list[Holding]:
@@ -48,7 +49,7 @@ def holdings(inventory: Inventory) -> list[Holding]:
     return [
         Holding(
             atom.uid, atom.role, atom.share, tensor.numel() * tensor.element_size(), atom.uid in optimized,
-            _is_own(atom, inventory.live[atom.uid] is not tensor),
+            _is_own(atom, inventory.live[atom.uid] is not tensor), atom.aliases,
         )
         for atom in inventory.layout.atoms
         for tensor in (inventory.tensors[atom.uid],)
@@ -87,6 +88,15 @@ def assign(held: Sequence[Sequence[Holding]]) -> list[set[int]]:
         stored[rank].add(uid)
         load[rank] += holders[0][1].num_bytes
     return stored
+
+
+def aliases_of(held: Sequence[Sequence[Holding]]) -> dict[int, tuple[str, ...]]:
+    """By atom: all other names that it has on any rank (pipeline stages know only theirs)."""
+    found: dict[int, dict[str, None]] = {}
+    for mine in held:
+        for h in mine:
+            found.setdefault(h.uid, {}).update(dict.fromkeys(h.aliases))
+    return {uid: tuple(names) for uid, names in found.items()}
 
 
 def hashes_of(inventory: Inventory) -> list[tuple[int, str, int]]:

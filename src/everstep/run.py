@@ -51,7 +51,7 @@ from everstep.format.documents import RANKS, GenerationDocument, RunDocument, Ti
 from everstep.layout import Pattern
 from everstep.link import addresses
 from everstep.naming import Declared, Inventory, Rename, named, take_inventory
-from everstep.ranks import Holding, Ranks, assign, check_replicas, hashes_of, holding_id, holdings
+from everstep.ranks import Holding, Ranks, aliases_of, assign, check_replicas, hashes_of, holding_id, holdings
 from everstep.restore.apply import apply, check_fits
 from everstep.restore.execute import Restored, check_before_replay, restore
 from everstep.restore.history import Step
@@ -185,6 +185,7 @@ class Run:
         self._known: set[int] = set()
         self._orders: buckets.BucketOrders | None = None
         self._bucket_orders: buckets.Orders = {}
+        self._aliases: dict[int, tuple[str, ...]] = {}
         self._resized_from = 0
         """So many ranks wrote what was resumed, if their number was another."""
         self._lock: WriterLock | None = None
@@ -563,7 +564,7 @@ class Run:
         told = ranks.gather("tell what they hold", holdings(full))
         held = [msgspec.convert(each, list[Holding]) for each in told]
         stored = assign(held)
-        self._stored, self._known = stored[ranks.rank], set(full.tensors)
+        self._stored, self._known, self._aliases = stored[ranks.rank], set(full.tensors), aliases_of(held)
         holding = holding_id(held, stored)
         at: int | None = ranks.first("choose a step", lambda: self._choose_step(step, held))
         restored: list[Restored] = []
@@ -666,8 +667,8 @@ class Run:
         ]
         if left:
             warnings.warn(
-                f"rank {self._ranks.rank} had no {', '.join(left[:5])} of this shape when step {at} was written, which is Local "
-                "and belongs to a rank: it keeps what it has",
+                f"{', '.join(left[:5])} is Local, and rank {self._ranks.rank} had none of this shape when step {at} was "
+                "written: it keeps what it has",
                 InexactWarning,
                 stacklevel=3,
             )
@@ -788,7 +789,7 @@ class Run:
                 f"{', '.join(new[:5])} was added in mid-run: with several ranks that is not supported. Close the run, and "
                 "attach and resume again with the new model"
             )
-        return found.part(self._stored, self._ranks.rank, self._ranks.size)
+        return found.part(self._stored, self._ranks.rank, self._ranks.size, self._aliases)
 
     def _start(self, shared_folder: str, timeline: int, generation: int, step: int) -> None:
         """Start watching."""

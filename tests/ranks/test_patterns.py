@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 import everstep
+from everstep import ranks
 from everstep.errors import InexactWarning, MismatchError, UsageError
 from everstep.layout import Averaged, Fused, Local, Padded, Pattern, Sharded, Tied
 from everstep.ranks import Ranks
@@ -28,8 +30,9 @@ class Threads:
     """A job of several ranks in this process."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._here = threading.local()
-        monkeypatch.setattr(Ranks, "current", classmethod(lambda cls: cls(self._here.rank, self._here.size, self._here.store)))
+        here = self._here = threading.local()
+        monkeypatch.setattr(Ranks, "current", classmethod(lambda cls: cls(here.rank, here.size, here.store)))
+        monkeypatch.setattr(ranks, "_WAIT", timedelta(seconds=10))  # for a rank that has failed
 
     def run(self, size: int, work: Callable[[int], Any]) -> list[Any]:
         """What `work(rank)` returns on each rank; the first exception of any."""
@@ -70,12 +73,15 @@ def module(**tensors: torch.Tensor) -> nn.Module:
     return made
 
 
-def attach(model: nn.Module, path: Path, layout: Sequence[Pattern] = (), **options: Any) -> tuple[Run, torch.optim.Optimizer]:
+def attach(model: nn.Module, path: Path, layout: Sequence[Pattern] = ()) -> tuple[Run, torch.optim.Optimizer]:
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
-    return everstep.attach(model, optimizer, path, layout=layout, quiet=True, follower=False, **options), optimizer
+    return everstep.attach(model, optimizer, path, layout=layout, quiet=True, follower=False), optimizer
 
 
-def train(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, gradient: Callable[[str, int], torch.Tensor]) -> None:
+Gradient = Callable[[str, int], torch.Tensor]
+
+
+def train(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, gradient: Gradient) -> None:
     with run:
         start = run.resume()
         for step in range(start, start + STEPS):
@@ -110,6 +116,11 @@ def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
 # -- what is cut ------------------------------------------------------------------------------------------------------
 
 
+def chunk(full: torch.Tensor, count: int, index: int, dim: int = 0) -> torch.Tensor:
+    chunks = torch.chunk(full, count, dim)
+    return chunks[index] if index < len(chunks) else full.narrow(dim, 0, 0)
+
+
 class Cut:
     """One global tensor of 12 x 3 (attention's, sizes 8 + 2 + 2; an embedding of 11 rows), cut in several ways."""
 
@@ -127,12 +138,12 @@ class Cut:
 
     def part(self, name: str, full: torch.Tensor, index: int) -> torch.Tensor:
         if name == "qkv":
-            return torch.cat([torch.chunk(part, self.count)[index] for part in full.split((8, 2, 2))])
+            return torch.cat([chunk(part, self.count, index) for part in full.split((8, 2, 2))])
         if name == "wide":
-            return torch.chunk(full, self.count, 1)[index]
+            return chunk(full, self.count, index, 1)
         if name == "embedding":
             padded = torch.cat([full, torch.zeros(self.rows - 11, 3)])
-            return torch.chunk(padded, self.count)[index]
+            return chunk(padded, self.count, index)
         return full
 
     def build(self, index: int, full: dict[str, torch.Tensor]) -> nn.Module:
@@ -224,7 +235,9 @@ def test_a_history_is_restored_into_a_shard(threads: Threads, tmp_path: Path) ->
 # -- what each rank has for itself ------------------------------------------------------------------------------------
 
 
-def own(threads: Threads, tmp_path: Path, ranks: int, layout: list[Pattern], seed: float = 0.0) -> list[dict[str, torch.Tensor]]:
+def own(
+    threads: Threads, tmp_path: Path, num_ranks: int, layout: list[Pattern], seed: float = 0.0
+) -> list[dict[str, torch.Tensor]]:
     def work(rank: int) -> dict[str, torch.Tensor]:
         model = module(w=torch.full((5,), seed + rank), _residual=torch.full((2,), seed + 10.0 * rank))
         run, optimizer = attach(model, tmp_path / "run", layout)
@@ -238,7 +251,7 @@ def own(threads: Threads, tmp_path: Path, ranks: int, layout: list[Pattern], see
                 run.commit()
             return found | {f"then.{k}": v for k, v in everything(model, optimizer).items()}
 
-    return threads.run(ranks, work)
+    return threads.run(num_ranks, work)
 
 
 def test_what_is_averaged_is_kept_by_as_many_ranks_and_else_the_mean_of_all(threads: Threads, tmp_path: Path) -> None:
@@ -300,10 +313,12 @@ def test_a_tied_weight_is_stored_once_and_goes_on_in_one_process(threads: Thread
 
 
 def grouped(model: nn.Module, groups: list[list[str]]) -> torch.optim.Optimizer:
-    """Each parameter's learning rate is told by its name, so that those of a group are equal."""
-    return torch.optim.AdamW(
-        [{"params": [getattr(model, n) for n in names], "lr": 0.1 if names[0].startswith("fast") else 0.001} for names in groups]
-    )
+    """Each parameter's learning rate is told by its name."""
+    return torch.optim.AdamW([{"params": [getattr(model, name) for name in names], "lr": rate(names)} for names in groups])
+
+
+def rate(names: list[str]) -> float:
+    return 0.1 if names[0].startswith("fast") else 0.001
 
 
 @pytest.mark.parametrize("stages", [([["fast_a"], ["slow_b"]], [["slow_c"]]), ([["slow_c"]], [["fast_a"], ["slow_b"]])])
@@ -320,10 +335,10 @@ def test_a_parameter_keeps_its_hyperparameters_whatever_the_groups_of_each_rank(
     model = module(fast_a=torch.zeros(3), slow_b=torch.zeros(3), slow_c=torch.zeros(3))
     for groups in ([["slow_c", "slow_b"], ["fast_a"]], [["slow_b"], ["fast_a"], ["slow_c"]]):
         optimizer = grouped(model, groups)
-        for group in optimizer.param_groups:
-            group["lr"] = 7.0
+        for given in optimizer.param_groups:
+            given["lr"] = 7.0
         everstep.open(tmp_path / "run").restore(model, optimizer)
-        assert [g["lr"] for g in optimizer.param_groups] == [0.1 if g[0].startswith("fast") else 0.001 for g in groups]
+        assert [g["lr"] for g in optimizer.param_groups] == [rate(names) for names in groups]
         assert all(int(values["step"]) == STEPS for values in optimizer.state.values())
     optimizer = grouped(model, [["slow_b", "slow_c", "fast_a"]])
     with pytest.raises(MismatchError, match="group 0"):

@@ -155,12 +155,7 @@ class Source:
 
     def __post_init__(self) -> None:
         self.layouts = [layout_at(line, self.step) for line in self.era.lines]
-        found: dict[int, Atom] = {}
-        for layout in reversed(self.layouts):
-            for atom in layout.atoms:
-                later = found.get(atom.uid)
-                aliases = atom.aliases if later is None else tuple(dict.fromkeys((*atom.aliases, *later.aliases)))
-                found[atom.uid] = structs.replace(atom, aliases=aliases)
+        found = {atom.uid: atom for layout in reversed(self.layouts) for atom in layout.atoms}
         order = _merged([layout.order or tuple(a.uid for a in layout.atoms) for layout in self.layouts])
         alone = self.era.world_size == 1
         self.atoms = {uid: _as_whole(found[uid], keep_strides=alone) for uid in order if uid in found}
