@@ -155,6 +155,13 @@ def body(data: bytes) -> bytes:
     return data[_START:-2]
 
 
+# Made once, on import: msgspec crashes where two threads decode a type for the first time at once.
+_DECODERS: dict[Any, msgspec.json.Decoder[Any]] = {
+    kind: msgspec.json.Decoder(kind)
+    for kind in (RunDocument, TimelineDocument, GenerationDocument, KeptDocument, Layout, Manifest)
+}
+
+
 def decode(data: bytes, kind: type[T], where: str) -> T:
     """The document in these bytes; CorruptionError naming `where` if they are not exactly what was written."""
     content = body(data)
@@ -166,6 +173,7 @@ def decode(data: bytes, kind: type[T], where: str) -> T:
     ):
         raise CorruptionError(f"{where} is damaged: its checksum does not fit its content")
     try:
-        return msgspec.json.decode(content, type=kind)
+        found: T = _DECODERS[kind].decode(content)
+        return found
     except (msgspec.MsgspecError, UnicodeDecodeError) as e:
         raise CorruptionError(f"{where} is not a valid {kind.__name__}: {e}") from e
