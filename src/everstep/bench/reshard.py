@@ -1,9 +1,9 @@
 """How fast a run comes back under another layout: against the same layout, and against DCP.
 
-The overhead benchmark's model is trained under FSDP2 on some ranks, which leaves a base and frames after it, and a checkpoint
-of DCP of the same state. Then both are loaded into live objects, by turns, on the same number of ranks and on others; each
-number of ranks has real processes (gloo) of its own, which wait while others are measured. The time of a load is that of the
-slowest rank, from a barrier on. Before every turn the files are dropped from the page cache.
+The overhead benchmark's model is trained under FSDP2 on some ranks, which leaves a base and frames after it, and a
+checkpoint of DCP of the same state. Then both are loaded into live objects, by turns, on the same number of ranks and on
+others; each number of ranks has real processes (gloo) of its own, which wait while others are measured. The time of a load
+is that of the slowest rank, from a barrier on. Before every turn the files are dropped from the page cache.
 """
 
 from __future__ import annotations
@@ -244,10 +244,12 @@ class _Rank:
     def checksum(self) -> list[int]:
         """Of the bits of all parameters, and of all optimizer state, over all ranks: equal under any layout."""
         totals = []
-        for tensors in (self._model.parameters(), (v for s in self._optimizer.state.values() for v in s.values() if v.dim())):
+        state = [v for values in self._optimizer.state.values() for v in values.values() if v.dim()]
+        for tensors in (list(self._model.parameters()), state):
             total = torch.zeros((), dtype=torch.int64)
             for tensor in tensors:
-                total += getattr(tensor, "_local_tensor", tensor).detach().contiguous().view(torch.int32).sum(dtype=torch.int64)
+                memory = getattr(tensor, "_local_tensor", tensor).detach()
+                total += memory.contiguous().view(torch.int32).sum(dtype=torch.int64)
             dist.all_reduce(total)
             totals.append(int(total))
         return totals
