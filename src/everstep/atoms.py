@@ -5,6 +5,8 @@ from __future__ import annotations
 import msgspec
 import xxhash
 
+from everstep.boxes import Box, Share, filled, whole
+
 PIECE_ELEMENTS = 1 << 19
 """Tensors are stored, checked and replayed in pieces of this many elements (a multiple of 64: see fold.py)."""
 PACK_BELOW_BYTES = 1 << 15
@@ -28,27 +30,6 @@ def state_uid(optimizer: str, param: int, name: str) -> int:
     return uid_of("state", optimizer, f"{param:016x}", name)
 
 
-class Box(msgspec.Struct, frozen=True, array_like=True):
-    """The part of an atom that one rank holds: offset and size in each dimension."""
-
-    offset: tuple[int, ...]
-    size: tuple[int, ...]
-
-
-def overlap(a: Box, b: Box) -> Box | None:
-    """The elements that both have; None if there are none."""
-    low = tuple(map(max, a.offset, b.offset))
-    high = tuple(min(o + s, p + t) for o, s, p, t in zip(a.offset, a.size, b.offset, b.size, strict=True))
-    if any(h <= n for n, h in zip(low, high, strict=True)):
-        return None
-    return Box(low, tuple(h - n for n, h in zip(low, high, strict=True)))
-
-
-def inside(box: Box, part: Box) -> tuple[slice, ...]:
-    """Where `part`, which lies in `box`, is in the memory of `box`."""
-    return tuple(slice(p - o, p - o + n) for o, p, n in zip(box.offset, part.offset, part.size, strict=True))
-
-
 class Atom(msgspec.Struct, frozen=True, omit_defaults=True):
     """One named tensor of the training state in its global shape."""
 
@@ -62,9 +43,13 @@ class Atom(msgspec.Struct, frozen=True, omit_defaults=True):
     dtype: str
     strides: tuple[int, ...] | None = None
     placement: str = "replicated"
-    """`replicated`, `sharded` or `rank-local`."""
+    """`replicated`, `sharded`, `rank-local`, or `averaged`: each rank has its own, and another number of ranks the mean."""
     boxes: tuple[tuple[int, Box], ...] = ()
-    """(rank, box) where a rank does not hold all of it."""
+    """(rank, box) where a rank does not hold all of it, or has padding."""
+    at: tuple[tuple[int, ...], ...] = ()
+    """Where each box begins in the rank's memory, if it is not one box that fills it."""
+    held: tuple[int, ...] = ()
+    """The shape of that memory then."""
     aliases: tuple[str, ...] = ()
     """Other names of the same tensor (tied weights)."""
     requires_grad: bool = False
@@ -78,9 +63,11 @@ class Atom(msgspec.Struct, frozen=True, omit_defaults=True):
         return n
 
     @property
-    def box(self) -> Box:
+    def share(self) -> Share:
         """What the layout's own rank has of it."""
-        return self.boxes[0][1] if self.boxes else Box((0,) * len(self.shape), self.shape)
+        if not self.at:
+            return filled(self.boxes[0][1] if self.boxes else whole(self.shape))
+        return Share(tuple(box for _, box in self.boxes), self.at, self.held)
 
     def label(self) -> str:
         """For messages: `model: layer.weight`."""

@@ -7,8 +7,9 @@ torch.compile put in front (`module.`, `_orig_mod.`).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -19,8 +20,10 @@ from torch.optim import Optimizer
 
 from everstep import sharding, tree
 from everstep.atoms import Atom, Layout, OptimizerSpec, buffer_uid, param_uid
+from everstep.boxes import Share, filled
 from everstep.errors import UsageError
 from everstep.fold import class_name
+from everstep.layout import Pattern, Patterns
 from everstep.memory import CODE_BY_DTYPE, dtype_name, strides_of
 
 
@@ -102,6 +105,8 @@ class Inventory:
     groups: dict[str, list[tuple[int, ...]]] = field(default_factory=dict)
     uid_of: dict[int, int] = field(default_factory=dict)
     """id of a live tensor -> uid"""
+    matched: set[str] = field(default_factory=set)
+    """Which of the declared patterns are about something here."""
 
     def labels(self) -> dict[int, str]:
         return {atom.uid: atom.label() for atom in self.layout.atoms}
@@ -111,10 +116,15 @@ class Inventory:
         roles = {a.uid: a.role for a in self.layout.atoms}
         return {uid: t for uid, t in self.live.items() if roles[uid] == "param"}
 
-    def part(self, uids: Set[int], rank: int, world_size: int) -> Inventory:
-        """What this rank stores of it, these atoms, as a layout that says which boxes they are."""
+    def part(self, uids: Set[int], rank: int, world_size: int, aliases: Mapping[int, tuple[str, ...]]) -> Inventory:
+        """What this rank stores of it, these atoms, as a layout that says which boxes they are.
+
+        `aliases`: their other names on all ranks.
+        """
         atoms = tuple(
-            structs.replace(a, boxes=((rank, a.boxes[0][1]),)) if a.boxes else a for a in self.layout.atoms if a.uid in uids
+            structs.replace(a, boxes=tuple((rank, box) for _, box in a.boxes), aliases=aliases.get(a.uid, a.aliases))
+            for a in self.layout.atoms
+            if a.uid in uids
         )
         layout = structs.replace(
             self.layout, atoms=atoms, world_size=world_size, rank=rank, order=tuple(self.tensors),
@@ -153,11 +163,33 @@ def renamer(rename: Rename) -> Callable[[str], str]:
     return by_prefix
 
 
+@dataclass(frozen=True)
+class Declared:
+    """What the user says about the live objects that they do not tell themselves."""
+
+    rename: Rename = None
+    layout: Sequence[Pattern] = ()
+
+    def check(self, matched: Iterable[Iterable[str]]) -> None:
+        """UsageError if a pattern has matched on no rank; `matched`: those that have, of each rank."""
+        used = {pattern for each in matched for pattern in each}
+        unused = [str(p) for p in self.layout if str(p) not in used]
+        if unused:
+            raise UsageError(
+                f"layout: {', '.join(unused)} matches no parameter or buffer. Patterns are matched to canonical names: "
+                "without what wrappers put in front, after rename"
+            )
+
+
+UNDECLARED = Declared()
+
+
 def take_inventory(
-    models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer], rename: Rename = None
+    models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer], declared: Declared = UNDECLARED
 ) -> Inventory:
     """Read the live objects. UsageError for what cannot be stored."""
-    called = renamer(rename)
+    called = renamer(declared.rename)
+    patterns = Patterns(declared.layout)
     found: dict[int, _Found] = {}
     inventory = Inventory(Layout((), (), ()))
     for model_name, model in models.items():
@@ -167,7 +199,7 @@ def take_inventory(
                 visited.add(id(module))
                 for container in (module._parameters, module._buffers, module._modules):
                     inventory.containers.append((container, len(container)))
-            _add(found, inventory, model_name, prefix, module, called)
+            _add(found, inventory, model_name, prefix, module, called, patterns)
     for name, optimizer in optimizers.items():
         groups = []
         for g, group in enumerate(optimizer.param_groups):
@@ -189,23 +221,34 @@ def take_inventory(
                 f"{f.owner}: {f.name} has {tuple(memory.shape)} here, where {f.tensor.placements} of "  # type: ignore[attr-defined]
                 f"{tuple(f.tensor.shape)} should give {box.size}: Everstep does not understand how it is sharded"
             )
-        is_part = box != sharding.whole(f.tensor.shape)
+        shape, share = patterns.spread(f.name, f"{f.owner}: {f.name}", tuple(f.tensor.shape), filled(box))
+        placement = patterns.placement(f.name) or ("replicated" if share.numel == prod(shape) else "sharded")
         inventory.tensors[f.uid] = memory
         inventory.live[f.uid] = f.tensor
         inventory.uid_of[id(f.tensor)] = f.uid
         atoms.append(
             Atom(
-                uid=f.uid, role=f.role, owner=f.owner, name=f.name, shape=tuple(f.tensor.shape),
+                uid=f.uid, role=f.role, owner=f.owner, name=f.name, shape=shape,
                 dtype=dtype_name(f.tensor.dtype), strides=strides_of(memory), aliases=tuple(f.aliases),
-                requires_grad=f.tensor.requires_grad, persistent=f.persistent,
-                placement="sharded" if is_part else "replicated", boxes=((0, box),) if is_part else (),
+                requires_grad=f.tensor.requires_grad, persistent=f.persistent, placement=placement, **_held(share, shape),
             )
         )  # fmt: skip
     if len({a.uid for a in atoms}) != len(atoms):
-        raise UsageError("two tensors have the same name, or their names have the same hash: rename one of them")
+        raise UsageError(
+            "two tensors have the same name (by rename or Tied?), or their names have the same hash: rename one of them"
+        )
     specs = tuple(OptimizerSpec(n, class_name(type(o)), tree.to_text(o.defaults, path=n)) for n, o in optimizers.items())
     inventory.layout = Layout(tuple(atoms), specs, tuple(models))
+    inventory.matched = patterns.matched
     return inventory
+
+
+def _held(share: Share, shape: tuple[int, ...]) -> dict[str, Any]:
+    """The fields of an atom that say so; most need none."""
+    if share.is_whole(shape):
+        return {}
+    boxes = tuple((0, box) for box in share.boxes)
+    return {"boxes": boxes} if share == filled(share.boxes[0]) else {"boxes": boxes, "at": share.at, "held": share.size}
 
 
 @dataclass
@@ -220,22 +263,23 @@ class _Found:
 
 
 def _add(
-    found: dict[int, _Found], inventory: Inventory, model: str, prefix: str, module: nn.Module, called: Callable[[str], str]
-) -> None:
+    found: dict[int, _Found], inventory: Inventory, model: str, prefix: str, module: nn.Module,
+    called: Callable[[str], str], patterns: Patterns,
+) -> None:  # fmt: skip
     for role, container in (("param", module._parameters), ("buffer", module._buffers)):
         for key, tensor in container.items():
             if tensor is None or not sharding.is_held(tensor):
                 continue
             name = called(f"{prefix}{key}")
+            stored = patterns.name(name)
             old = found.get(id(tensor))
-            if old is not None:
-                alias = name if old.owner == model else f"{model}:{name}"
-                if (old.owner, old.name) != (model, name) and alias not in old.aliases:
-                    old.aliases.append(alias)
-            else:
-                uid = (param_uid if role == "param" else buffer_uid)(model, name)
+            if old is None:
+                uid = (param_uid if role == "param" else buffer_uid)(model, stored)
                 persistent = role == "param" or key not in module._non_persistent_buffers_set
-                found[id(tensor)] = _Found(uid, tensor, role, model, name, persistent=persistent)
+                old = found[id(tensor)] = _Found(uid, tensor, role, model, stored, persistent=persistent)
+            alias = name if old.owner == model else f"{model}:{name}"
+            if (old.owner, old.name) != (model, name) and alias not in old.aliases:
+                old.aliases.append(alias)
             inventory.places.append(Place(container, key, found[id(tensor)].uid))
 
 

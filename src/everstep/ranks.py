@@ -11,6 +11,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any, TypeVar
 
 import msgspec
@@ -18,7 +19,8 @@ import torch.distributed as dist
 import xxhash
 
 from everstep import errors
-from everstep.atoms import Box
+from everstep.atoms import Atom
+from everstep.boxes import Share
 from everstep.errors import EverstepError, UsageError
 from everstep.memory import plain, view_bytes
 from everstep.naming import Inventory
@@ -32,12 +34,13 @@ class Holding(msgspec.Struct, frozen=True, array_like=True):
 
     uid: int
     role: str
-    box: Box
+    share: Share
     num_bytes: int
     optimized: bool
     """An optimizer of this rank updates it."""
-    sharded: bool
-    """A DTensor, of which it is known who else has the same elements."""
+    is_own: bool
+    """Other ranks may have other values in the same place, and each stores its own."""
+    aliases: tuple[str, ...] = ()
 
 
 def holdings(inventory: Inventory) -> list[Holding]:
@@ -45,30 +48,39 @@ def holdings(inventory: Inventory) -> list[Holding]:
     optimized = {uid for groups in inventory.groups.values() for group in groups for uid in group}
     return [
         Holding(
-            atom.uid, atom.role, atom.box, tensor.numel() * tensor.element_size(), atom.uid in optimized,
-            inventory.live[atom.uid] is not tensor,
+            atom.uid, atom.role, atom.share, tensor.numel() * tensor.element_size(), atom.uid in optimized,
+            _is_own(atom, inventory.live[atom.uid] is not tensor), atom.aliases,
         )
         for atom in inventory.layout.atoms
         for tensor in (inventory.tensors[atom.uid],)
     ]  # fmt: skip
 
 
+def _is_own(atom: Atom, is_dtensor: bool) -> bool:
+    """Declared so; a plain buffer (BatchNorm's under DDP); or nothing but padding."""
+    only_padding = bool(atom.held) and prod(atom.held) > 0 and not atom.share.numel
+    if only_padding or atom.placement in ("averaged", "rank-local"):
+        return True
+    return atom.role == "buffer" and not is_dtensor and atom.placement != "sharded"
+
+
 def assign(held: Sequence[Sequence[Holding]]) -> list[set[int]]:
     """For each rank the atoms that it stores. Pure.
 
     Every element of a parameter is stored by one rank: of those that have the same part and update it, the one with the
-    least to store so far. Plain buffers may differ between ranks (BatchNorm's under DDP): each rank stores its own.
+    least to store so far. What may differ between ranks, each rank stores itself.
     """
     stored: list[set[int]] = [set() for _ in held]
     load = [0] * len(held)
-    replicas: dict[tuple[int, Box], list[tuple[int, Holding]]] = {}
+    replicas: dict[tuple[int, Share], list[tuple[int, Holding]]] = {}
     for rank, mine in enumerate(held):
         for h in mine:
-            if h.role == "buffer" and not h.sharded:
+            if h.is_own:
                 stored[rank].add(h.uid)
             else:
-                replicas.setdefault((h.uid, h.box), []).append((rank, h))
-    for (uid, _), holders in sorted(replicas.items(), key=lambda e: (-e[1][0][1].num_bytes, e[0][0], e[0][1].offset)):
+                replicas.setdefault((h.uid, h.share), []).append((rank, h))
+    largest_first = sorted(replicas.items(), key=lambda e: (-e[1][0][1].num_bytes, e[0][0], e[0][1].boxes[0].offset))
+    for (uid, _), holders in largest_first:
         if not holders[0][1].num_bytes and any(h.uid == uid and h.num_bytes for mine in held for h in mine):
             continue  # an empty shard
         able = [rank for rank, h in holders if h.optimized] or [rank for rank, _ in holders]
@@ -76,6 +88,15 @@ def assign(held: Sequence[Sequence[Holding]]) -> list[set[int]]:
         stored[rank].add(uid)
         load[rank] += holders[0][1].num_bytes
     return stored
+
+
+def aliases_of(held: Sequence[Sequence[Holding]]) -> dict[int, tuple[str, ...]]:
+    """By atom: all other names that it has on any rank (pipeline stages know only theirs)."""
+    found: dict[int, dict[str, None]] = {}
+    for mine in held:
+        for h in mine:
+            found.setdefault(h.uid, {}).update(dict.fromkeys(h.aliases))
+    return {uid: tuple(names) for uid, names in found.items()}
 
 
 def hashes_of(inventory: Inventory) -> list[tuple[int, str, int]]:
@@ -89,11 +110,13 @@ def hashes_of(inventory: Inventory) -> list[tuple[int, str, int]]:
 
 def check_replicas(held: Sequence[Sequence[Holding]], hashes: Sequence[Sequence[tuple[int, str, int]]]) -> None:
     """UsageError unless ranks that hold the same part of a parameter have the same values in it."""
-    boxes = [{h.uid: h.box for h in mine} for mine in held]
-    first: dict[tuple[int, Box], tuple[int, int]] = {}
+    shares = [{h.uid: h.share for h in mine if not h.is_own} for mine in held]
+    first: dict[tuple[int, Share], tuple[int, int]] = {}
     for rank, mine in enumerate(hashes):
         for uid, label, value in mine:
-            before, known = first.setdefault((uid, boxes[rank][uid]), (rank, value))
+            if uid not in shares[rank]:
+                continue
+            before, known = first.setdefault((uid, shares[rank][uid]), (rank, value))
             if known != value:
                 raise UsageError(
                     f"{label} has other values on rank {rank} than on rank {before}, though both hold it. If these are two "
@@ -105,8 +128,15 @@ def check_replicas(held: Sequence[Sequence[Holding]], hashes: Sequence[Sequence[
 
 def holding_id(held: Sequence[Sequence[Holding]], stored: Sequence[set[int]]) -> str:
     """A hash of who stores what: equal where frames of one generation can go on from those of another."""
-    plain = [sorted((h.uid, h.box) for h in mine if h.uid in ours) for mine, ours in zip(held, stored, strict=True)]
+    plain = [sorted((h.uid, h.share) for h in mine if h.uid in ours) for mine, ours in zip(held, stored, strict=True)]
     return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(plain))[:16]
+
+
+def place() -> tuple[int, int]:
+    """This process's rank, and how many there are, as far as torch.distributed knows."""
+    if not dist.is_available() or not dist.is_initialized():
+        return 0, 1
+    return dist.get_rank(), dist.get_world_size()
 
 
 class Ranks:

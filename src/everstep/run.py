@@ -11,7 +11,7 @@ import sys
 import time
 import uuid
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -48,9 +48,10 @@ from everstep.follow.attend import ON_LAG, ShadowKeeper
 from everstep.follow.keeper import Keeper
 from everstep.follow.ship import RemoteKeeper
 from everstep.format.documents import RANKS, GenerationDocument, RunDocument, TimelineDocument
+from everstep.layout import Pattern
 from everstep.link import addresses
-from everstep.naming import Inventory, Rename, named, take_inventory
-from everstep.ranks import Holding, Ranks, assign, check_replicas, hashes_of, holding_id, holdings
+from everstep.naming import Declared, Inventory, Rename, named, take_inventory
+from everstep.ranks import Holding, Ranks, aliases_of, assign, check_replicas, hashes_of, holding_id, holdings
 from everstep.restore.apply import apply, check_fits
 from everstep.restore.execute import Restored, check_before_replay, restore
 from everstep.restore.history import Step
@@ -108,6 +109,8 @@ class Options:
     early: bool = False
     """Hand gradients over during backward, as they become final, instead of at the step: they are on their way sooner. What
     was changed in between other than by one multiplication (clipping, unscaling) is sent again."""
+    layout: Sequence[Pattern] = ()
+    """What the tensors of hand-written parallelism are: see everstep.layout. DTensors need none."""
     segment_bytes: int = 256 << 20
     direct_io: bool | None = None
     """Bypass the page cache when writing; None: where the file system can."""
@@ -172,9 +175,11 @@ class Run:
         self._extras = extras
         self._options = options
         self._mode = mode
-        inventory = take_inventory(self._models, self._optimizers, self._options.rename)
+        self._declared = Declared(options.rename, tuple(options.layout))
+        inventory = take_inventory(self._models, self._optimizers, self._declared)
         cursors.capture_extras(extras)
         self._ranks = Ranks.current()
+        self._declared.check(self._ranks.gather("match their layouts", sorted(inventory.matched)))
         if self._ranks.size > 1 and mode != "delta":
             raise UsageError(f"mode={mode!r} is for one process; with {self._ranks.size} ranks use mode='delta'")
         self._path = RunPath(run, self._ranks.rank)
@@ -183,6 +188,7 @@ class Run:
         self._known: set[int] = set()
         self._orders: buckets.BucketOrders | None = None
         self._bucket_orders: buckets.Orders = {}
+        self._aliases: dict[int, tuple[str, ...]] = {}
         self._resized_from = 0
         """So many ranks wrote what was resumed, if their number was another."""
         self._lock: WriterLock | None = None
@@ -293,7 +299,7 @@ class Run:
             raise UsageError(f"already resumed at step {self._resumed}; attach again to resume another step")
         begun = time.perf_counter()
         listing = read_listing(self._path)
-        if self._ranks.size > 1 or any(g.world_size > 1 for g in listing.generations().values()):
+        if self._ranks.size > 1 or self._is_in_parts(listing):
             at = self._resume_parts(step)
         else:
             at = self._resume_whole(listing, step)
@@ -414,6 +420,24 @@ class Run:
 
     # -- resuming -----------------------------------------------------------------------------------------------------
 
+    def _is_in_parts(self, listing: Listing) -> bool:
+        """Whether steps of this run must be cut or joined to be had in one process that has what this one has."""
+        generations = listing.generations()
+        eras = any(timeline.document.own_bases for timeline in listing.timelines.values())
+        if eras or not generations or any(g.world_size > 1 for g in generations.values()):
+            return bool(generations)
+        newest = generations[max(generations)]
+        then = self._path.read_layout(newest.layout, [newest.timeline]).by_uid()
+        now = take_inventory(self._models, self._optimizers, self._declared).layout.atoms
+        both = [(a, then[a.uid]) for a in now if a.uid in then]
+        differ = [a.label() for a, b in both if a.shape == b.shape and a.share != b.share]
+        if differ and self._mode == "shadow":
+            raise UsageError(
+                f"{', '.join(differ[:5])}: layout declares it otherwise than the run was written with. Resume once with "
+                "mode='delta' to go on under another layout"
+            )
+        return bool(differ)
+
     def _resume_whole(self, listing: Listing, step: Step) -> int:
         """What one process wrote, in one process."""
         begun = time.perf_counter()
@@ -487,16 +511,16 @@ class Run:
     ) -> int:
         begun = time.perf_counter()
         if offer is not None:
-            live = take_inventory(self._models, self._optimizers, self._options.rename).tensors
+            live = take_inventory(self._models, self._optimizers, self._declared).tensors
             if _has_finished_passes(cursors.decode(offer.cursor)):
                 live = {}  # what is run again between them is undone from the state, which then is not the live one
             restored = Restored(offer.fetch(live), None, offer.proven, dict(offer.fingerprint))
         else:
             self._say(f"everstep: restoring step {at} of {self.path} …")
-            check_before_replay(line, at, self._models, self._optimizers, self._options.rename)
+            check_before_replay(line, at, self._models, self._optimizers, self._declared)
             restored = restore(line, at, live=self._optimizers)
         self._fetch_s += time.perf_counter() - begun
-        check_fits(restored.state, self._models, self._optimizers, self._options.rename)
+        check_fits(restored.state, self._models, self._optimizers, self._declared)
         cursor = cursors.decode(restored.state.cursor)
         cursors.check_same_extras(self._extras, cursor["extras"])
         self._warn_if_unproven(restored)
@@ -542,11 +566,11 @@ class Run:
     def _resume_parts(self, step: Step) -> int:
         """Several ranks, now or when the run was written: all agree on a step, and each takes what it has of it."""
         ranks = self._ranks
-        full = take_inventory(self._models, self._optimizers, self._options.rename)
+        full = take_inventory(self._models, self._optimizers, self._declared)
         told = ranks.gather("tell what they hold", holdings(full))
         held = [msgspec.convert(each, list[Holding]) for each in told]
         stored = assign(held)
-        self._stored, self._known = stored[ranks.rank], set(full.tensors)
+        self._stored, self._known, self._aliases = stored[ranks.rank], set(full.tensors), aliases_of(held)
         holding = holding_id(held, stored)
         at: int | None = ranks.first("choose a step", lambda: self._choose_step(step, held))
         restored: list[Restored] = []
@@ -619,7 +643,11 @@ class Run:
         assert isinstance(at, int)
         source = Source(joint.find(at), at)
         here = {h.uid for mine in held for h in mine}
-        missing = [a.label() for uid, a in source.atoms.items() if uid not in here and a.owner in source.layout.models]
+        missing = [
+            a.label()
+            for uid, a in source.atoms.items()
+            if uid not in here and a.owner in source.layout.models and a.placement != "rank-local"
+        ]
         if missing:
             raise MismatchError(
                 f"step {at} does not fit the objects given: {len(missing)} tensor(s) of the run are in no rank's model: "
@@ -631,13 +659,27 @@ class Run:
     def _restore_part(self, joint: Joint, at: int, full: Inventory) -> Restored:
         """This rank's boxes of S(at)."""
         source = Source(joint.find(at), at)
-        wanted = {atom.uid: atom.box for atom in full.layout.atoms}
         updated = {uid for groups in full.groups.values() for group in groups for uid in group}
-        restored = fetch(source, wanted, rank=self._ranks.rank, live=self._optimizers, stateful=updated)
+        restored = fetch(
+            source, full.layout.by_uid(), rank=self._ranks.rank, world_size=self._ranks.size, live=self._optimizers,
+            stateful=updated,
+        )  # fmt: skip
         order_like(restored.state, full)
-        check_fits(restored.state, self._models, self._optimizers, self._options.rename)
+        check_fits(restored.state, self._models, self._optimizers, self._declared)
         cursors.check_same_extras(self._extras, cursors.decode(restored.state.cursor)["extras"])
         self._warn_if_unproven(restored)
+        left = [
+            a.label()
+            for uid, a in full.layout.by_uid().items()
+            if a.placement == "rank-local" and uid in source.atoms and uid not in restored.state.tensors
+        ]
+        if left:
+            warnings.warn(
+                f"{', '.join(left[:5])} is Local, and rank {self._ranks.rank} had none of this shape when step {at} was "
+                "written: it keeps what it has",
+                InexactWarning,
+                stacklevel=3,
+            )
         return restored
 
     def _agree(self, joint: Joint | None, at: int | None, asked: Step, holding: str) -> list[Any]:
@@ -705,7 +747,7 @@ class Run:
         cursors.load_extras(self._extras, cursor["extras"])
         restored.state.need_all()
         restored.state.close()
-        apply(restored.state, self._models, self._optimizers, self._options.rename)
+        apply(restored.state, self._models, self._optimizers, self._declared)
         rng.install(cursor["rng"])
 
     def _begin_new(self, listing: Listing) -> None:
@@ -734,6 +776,8 @@ class Run:
         self._path.clean(timeline)
         self._path.sync([os.path.join(self._path.timeline(timeline), "timeline.json")])
         layout = self._inventory().layout
+        if any(atom.boxes for atom in layout.atoms):
+            self._path.require(RANKS)
         self._path.write_layout(timeline, layout)
         self._path.write_generation(
             GenerationDocument(
@@ -744,7 +788,7 @@ class Run:
 
     def _inventory(self) -> Inventory:
         """The live objects, as far as this rank stores them."""
-        found = take_inventory(self._models, self._optimizers, self._options.rename)
+        found = take_inventory(self._models, self._optimizers, self._declared)
         if self._ranks.size == 1:
             return found
         new = [a.label() for a in found.layout.atoms if self._known and a.uid not in self._known]
@@ -753,7 +797,7 @@ class Run:
                 f"{', '.join(new[:5])} was added in mid-run: with several ranks that is not supported. Close the run, and "
                 "attach and resume again with the new model"
             )
-        return found.part(self._stored, self._ranks.rank, self._ranks.size)
+        return found.part(self._stored, self._ranks.rank, self._ranks.size, self._aliases)
 
     def _start(self, shared_folder: str, timeline: int, generation: int, step: int) -> None:
         """Start watching."""

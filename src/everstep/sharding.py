@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from everstep.atoms import Box
+from everstep.boxes import Box, whole
 
 
 def is_sharded(tensor: Any) -> bool:
@@ -34,10 +34,6 @@ def box_of(tensor: torch.Tensor) -> Box:
         return whole(shape)
     mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
     return _box(shape, tuple(mesh.shape), tensor.placements, mesh.get_coordinate())  # type: ignore[attr-defined]
-
-
-def whole(shape: Sequence[int]) -> Box:
-    return Box((0,) * len(shape), tuple(shape))
 
 
 def is_held(tensor: torch.Tensor) -> bool:

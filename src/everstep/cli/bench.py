@@ -132,6 +132,56 @@ def recover_(
         _print_recover(found)
 
 
+@app.command("reshard")
+def reshard(
+    source: Annotated[int, typer.Option(min=1, help="Ranks that write the run.")] = 2,
+    targets: Annotated[
+        list[int] | None,
+        typer.Option("--target", help="Ranks that load it; may be given again; without it 4 and 1.", show_default=False),
+    ] = None,
+    frames: Annotated[int, typer.Option(min=1, help="Steps to replay.")] = 8,
+    repetitions: Annotated[int, typer.Option(min=1)] = 5,
+    peers: Annotated[bool, typer.Option(help="Also measure DCP's load of the same state.")] = True,
+    quick: Quick = False,
+    folder: Folder = None,
+    json: Json = False,
+) -> None:
+    """Time to load a run under another number of ranks (FSDP2) over that under the same."""
+    from everstep.bench import machine
+    from everstep.bench import reshard as bench
+    from everstep.bench.workloads import Workload
+
+    folder = _folder(folder)
+    workload = Workload(tokens=256)
+    settings = bench.Settings(
+        workload=workload.quick() if quick else workload, source=source, targets=tuple(targets or (4, 1)),
+        num_frames=min(frames, 3) if quick else frames, num_repetitions=1 if quick else repetitions, folder=folder,
+        peers=peers,
+    )  # fmt: skip
+    with Told() as told:
+        measured = bench.measure(settings, told)
+    found = {"benchmark": "reshard", "machine": machine.facts(folder), **measured}
+    if json:
+        print_json(found)
+    else:
+        _print_reshard(found)
+
+
+def _print_reshard(found: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    table = Table("ranks", "everstep", "over the same layout", "dcp")
+    for n, seconds in found["median_s"]["everstep"].items():
+        dcp = found["median_s"].get("dcp", {}).get(n)
+        ratio = found["ratio"].get(n)
+        table.add_row(
+            f"{found['source_ranks']} -> {n}", f"{seconds:.3f} s", "" if ratio is None else f"{ratio:.2f}",
+            "" if dcp is None else f"{dcp:.3f} s",
+        )  # fmt: skip
+    _print_machine(found)
+    console().print(table)
+
+
 def _print_recover(found: dict[str, Any]) -> None:
     from rich.table import Table
 

@@ -14,14 +14,14 @@ from everstep import sharding, tree
 from everstep.atoms import Atom
 from everstep.errors import MismatchError
 from everstep.fold import OptimizerState, State, class_name
-from everstep.naming import Inventory, Rename, outer_of, take_inventory
+from everstep.naming import UNDECLARED, Declared, Inventory, outer_of, take_inventory
 
 
 def check_fits(
-    state: State, models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer], rename: Rename = None
+    state: State, models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer], declared: Declared = UNDECLARED
 ) -> Inventory:
     """MismatchError that lists every difference, or the inventory of the live objects."""
-    live = take_inventory(models, optimizers, rename)
+    live = take_inventory(models, optimizers, declared)
     problems = _compare_atoms(state, live)
     for name, optimizer in optimizers.items():
         saved = state.optimizers.get(name)
@@ -50,17 +50,22 @@ def _compare_atoms(state: State, live: Inventory) -> list[str]:
     problems = [
         f"{a.label()} ({a.role} {_describe(a)}) is in the run but not in the model"
         for uid, a in saved.items()
-        if uid not in now and not _made_by_optimizer(a, state)
+        if uid not in now and not _made_by_optimizer(a, state) and a.placement != "rank-local"
     ]
     problems += [
         f"{a.label()} ({a.role} {_describe(a)}) is in the model but not in the run"
         for uid, a in now.items()
-        if uid not in saved and not _made_by_optimizer(a, state)
+        if uid not in saved and not _made_by_optimizer(a, state) and a.placement != "rank-local"
     ]
     buffers: list[str] = []
     for uid, atom in now.items():
         old = saved.get(uid)
-        if old is None or (old.shape == atom.shape and old.dtype == atom.dtype):
+        if old is None or atom.placement == "rank-local":
+            continue
+        if old.shape == atom.shape and old.dtype == atom.dtype:
+            value, tensor = state.tensors.get(uid), live.tensors[uid]
+            if atom.role == "param" and value is not None and value.shape != tensor.shape:
+                problems.append(f"{atom.label()}: this rank has {tuple(tensor.shape)} of it, the state {tuple(value.shape)}")
             continue
         text = f"{atom.label()}: the run has {_describe(old)}, the model has {_describe(atom)}"
         # A buffer that grows during training is the module's own affair, unless the model differs anyway.
@@ -114,7 +119,7 @@ def _can_regroup(saved: OptimizerState, now: Sequence[tuple[int, ...]]) -> bool:
     uids = [uid for group in now for uid in group]
     return (
         sorted(uids) == sorted(hyper)
-        and all(now)
+        and all(group or i < len(saved.hyper) for i, group in enumerate(now))
         and all(same_packed(hyper[group[0]], hyper[uid]) for group in now for uid in group)
     )
 
@@ -129,7 +134,8 @@ def _as_grouped(saved: OptimizerState, now: Sequence[tuple[int, ...]]) -> Optimi
     if [sorted(g) for g in saved.params] == [sorted(g) for g in now] or not _can_regroup(saved, now):
         return saved
     hyper = {uid: h for uids, h in zip(saved.params, saved.hyper, strict=True) for uid in uids}
-    return OptimizerState(saved.spec, [hyper[group[0]] for group in now], list(now), saved.state)
+    now_hyper = [hyper[group[0]] if group else saved.hyper[i] for i, group in enumerate(now)]
+    return OptimizerState(saved.spec, now_hyper, list(now), saved.state)
 
 
 def state_labels(state: State) -> dict[int, str]:
@@ -138,10 +144,10 @@ def state_labels(state: State) -> dict[int, str]:
 
 @torch.no_grad()
 def apply(
-    state: State, models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer], rename: Rename = None
+    state: State, models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer], declared: Declared = UNDECLARED
 ) -> None:
     """Put S(step) into the live objects. Nothing is changed if they do not fit."""
-    live = check_fits(state, models, optimizers, rename)
+    live = check_fits(state, models, optimizers, declared)
     saved = state.layout.by_uid()
     for uid, tensor in live.tensors.items():
         if uid not in state.tensors:

@@ -47,7 +47,7 @@ def compare(a: Source, b: Source) -> Comparison:
             found.differences.append(f"{x.label()} is {x.shape} {x.dtype} in the first, {y.shape} {y.dtype} in the second")
     common = [uid for uid, x in a.atoms.items() if uid in b.atoms and b.atoms[uid].shape == x.shape]
     for batch in _batches(a, common):
-        mine, theirs = (fetch(s, {uid: s.atoms[uid].box for uid in batch}).state for s in (a, b))
+        mine, theirs = (fetch(s, {uid: s.atoms[uid] for uid in batch}).state for s in (a, b))
         _compare_states(found, mine, theirs, {uid: a.atoms[uid].label() for uid in batch})
     return found
 

@@ -25,7 +25,7 @@ from everstep.fold import Folder, Live, OptimizerState, State
 from everstep.format.documents import Manifest
 from everstep.frame import Footer, SetGroups, SetLayout, audit_entries
 from everstep.memory import plain, view_bytes, with_strides
-from everstep.naming import Rename
+from everstep.naming import UNDECLARED, Declared
 from everstep.restore import parts
 from everstep.restore.apply import check_fits
 from everstep.restore.parts import PartFrame
@@ -91,8 +91,9 @@ def _with_alternatives(line: Line, error: CorruptionError) -> CorruptionError:
 
 
 def check_before_replay(
-    line: Line, step: int, models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer], rename: Rename = None
-) -> None:
+    line: Line, step: int, models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer],
+    declared: Declared = UNDECLARED,
+) -> None:  # fmt: skip
     """MismatchError before anything is read, if the objects do not fit and no frame on the way changes the layout."""
     plan = line.plans(step)[0]
     specs = {spec.name: spec for spec in plan.base.layout.optimizers}
@@ -101,7 +102,7 @@ def check_before_replay(
         {o.name: OptimizerState(specs[o.name], [], [tuple(p) for p in o.params]) for o in plan.base.optimizers},
     )  # fmt: skip
     try:
-        check_fits(shell, models, optimizers, rename)
+        check_fits(shell, models, optimizers, declared)
     except MismatchError:
         frames, readers = open_frames(line, plan)
         for reader in readers:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -14,7 +14,9 @@ from everstep import cursor as cursors
 from everstep.errors import AuditError, CorruptionError, EverstepError, UsageError
 from everstep.fold import Folder
 from everstep.frame import SetLayout
-from everstep.naming import Rename, named, take_inventory
+from everstep.layout import Pattern
+from everstep.naming import Declared, Rename, named, take_inventory
+from everstep.ranks import place
 from everstep.restore.apply import apply, public_state
 from everstep.restore.compare import Comparison, compare
 from everstep.restore.execute import (
@@ -100,30 +102,35 @@ class History:
     def state(self, step: Step = "latest", *, timeline: int | None = None) -> dict[str, Any]:
         """S(step) as nested dicts of whole tensors: `model`, `optimizer`, `extras`."""
         source = self._source(step, timeline)
-        restored = fetch(source, source.whole())
+        restored = fetch(source, source.atoms)
         return public_state(restored.state, cursors.decode(restored.state.cursor)["extras"])
 
     def restore(
         self, model: Any, optimizer: Any, step: Step = "latest", extras: dict[str, Any] | None = None, *,
-        timeline: int | None = None, rename: Rename = None,
+        timeline: int | None = None, rename: Rename = None, layout: Sequence[Pattern] = (),
     ) -> int:  # fmt: skip
         """Put S(step) into these objects; returns the step. Nothing on disk changes; RNG is left alone.
 
-        Sharded parameters (DTensor) get their part. `rename`: from names in the model to names in the run.
+        Sharded parameters (DTensors, and what `layout` declares) get their part. `rename`: from names in the model to names
+        in the run.
         """
         models, optimizers = named(model, nn.Module, "model"), named(optimizer, Optimizer, "optimizer")
         given = cursors.check_extras(extras)
-        live = take_inventory(models, optimizers, rename)
+        declared = Declared(rename, layout)
+        live = take_inventory(models, optimizers, declared)
+        rank, world_size = place()
+        if world_size == 1:
+            declared.check([live.matched])
         source = self._source(step, timeline)
         if source.era.world_size == 1 and not any(atom.boxes for atom in live.layout.atoms):
-            restored = fetch(source, source.whole(), live=optimizers)
+            restored = fetch(source, source.atoms, live=optimizers)
         else:
-            restored = fetch(source, {a.uid: a.box for a in live.layout.atoms}, live=optimizers)
+            restored = fetch(source, live.layout.by_uid(), rank=rank, world_size=world_size, live=optimizers)
             order_like(restored.state, live)
         saved = cursors.decode(restored.state.cursor)["extras"]
         if given:
             cursors.check_same_extras(given, saved)
-        apply(restored.state, models, optimizers, rename)
+        apply(restored.state, models, optimizers, declared)
         cursors.load_extras(given, saved)
         return restored.state.step
 

@@ -8,28 +8,31 @@ A timeline has one layout. Where a run went on under another, a timeline begins 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
 from msgspec import structs
 
-from everstep.atoms import Atom, Box, Layout, inside, overlap
+from everstep.atoms import Atom, Layout
+from everstep.boxes import Share, filled, slices, whole
 from everstep.errors import CorruptionError, MismatchError, NothingToRestoreError, StepNotFoundError
 from everstep.fold import Live, OptimizerState, State
 from everstep.format.documents import GenerationDocument
 from everstep.frame import SetLayout
-from everstep.memory import same_bits
+from everstep.memory import dtype_named, same_bits
 from everstep.naming import Inventory
 from everstep.restore.apply import same_packed
 from everstep.restore.execute import Restored, layout_finder, open_frames, restore
 from everstep.restore.parts import part_of_layout
 from everstep.restore.plan import Line, describe_steps, line_of, line_to
+from everstep.restore.reshard import Reader, Reading, plan_atom
 from everstep.store.runs import Listing, RunPath, read_listing
 
 BATCH_BYTES = 256 << 20
-"""So much of the source's state is in memory at a time where it must be cut."""
+"""So much of the source's state (or one atom, if that is more) is in memory at a time where it must be cut."""
 
 
 @dataclass
@@ -153,132 +156,153 @@ class Source:
 
     def __post_init__(self) -> None:
         self.layouts = [layout_at(line, self.step) for line in self.era.lines]
-        found = {atom.uid: atom for layout in self.layouts for atom in layout.atoms}
+        found = {atom.uid: atom for layout in reversed(self.layouts) for atom in layout.atoms}
         order = _merged([layout.order or tuple(a.uid for a in layout.atoms) for layout in self.layouts])
-        if self.era.world_size == 1:
-            self.atoms = found
-            return
-        self.atoms = {
-            uid: structs.replace(found[uid], boxes=(), placement="replicated", strides=None) for uid in order if uid in found
-        }
+        alone = self.era.world_size == 1
+        self.atoms = {uid: _as_whole(found[uid], keep_strides=alone) for uid in order if uid in found}
 
     @property
     def layout(self) -> Layout:
         """As one process would have it."""
         return Layout(tuple(self.atoms.values()), self.layouts[0].optimizers, self.layouts[0].models)
 
-    def parameter_order(self, optimizer: str) -> list[int]:
-        """Parameters of an optimizer's groups, as far as ranks have told how they are ordered."""
+    def order_of(self, optimizer: str) -> list[int]:
+        """Parameters of an optimizer, as far as ranks have told how they are ordered."""
         return _merged([
-            group for layout in self.layouts for name, groups in layout.groups if name == optimizer for group in groups
+            [uid for group in groups for uid in group]
+            for layout in self.layouts
+            for name, groups in layout.groups
+            if name == optimizer
         ])  # fmt: skip
 
-    def whole(self) -> dict[int, Box]:
-        """Every atom in full."""
-        return {uid: atom.box for uid, atom in self.atoms.items()}
+
+def _as_whole(atom: Atom, *, keep_strides: bool) -> Atom:
+    if not atom.boxes and keep_strides:
+        return atom
+    placement = "replicated" if atom.placement == "sharded" else atom.placement
+    return structs.replace(atom, boxes=(), at=(), held=(), placement=placement, strides=None)
 
 
 def fetch(
-    source: Source, wanted: Mapping[int, Box], *, rank: int = 0, live: Live | None = None, stateful: Set[int] | None = None
-) -> Restored:
-    """S(step) with these boxes of these atoms, and what optimizers know of them; cursor of `rank`.
+    source: Source, wanted: Mapping[int, Atom], *, rank: int | None = None, world_size: int = 1, live: Live | None = None,
+    stateful: Set[int] | None = None,
+) -> Restored:  # fmt: skip
+    """S(step) with the shares that `wanted` are of the run's atoms, and what optimizers know of them.
 
-    `stateful`: of these parameters only (None: of all). Buffers that each rank had for itself come from `rank` too, where
-    it had them, else from the lowest that did.
+    `rank`, of `world_size`: whom it is for, which decides whose cursor it gets and what of that which ranks have each for
+    themselves; None: somebody outside. What cannot be had (rank-local, and not of this rank) is not in the state.
+    `stateful`: the parameters whose optimizer state is wanted (None: all).
     """
     era = source.era
-    if era.world_size == 1 and dict(wanted) == source.whole():
+    shares = {atom.uid: atom.share for atom in source.layouts[0].atoms}
+    if era.world_size == 1 and {uid: atom.share for uid, atom in wanted.items()} == shares:
         return restore(era.lines[0], source.step, live=live)
-    joiner = _Joiner(source, wanted, stateful)
+    joiner = _Joiner(source, wanted, Reader(rank, world_size), stateful)
+    near = 0 if rank is None else rank % era.world_size
     proven, fingerprint = True, {}
-    order = sorted(range(era.world_size), key=lambda r: (r != rank % era.world_size, r))
-    for r in order:
-        needed = any(joiner.needs(atom.uid, atom.box) for atom in source.layouts[r].atoms)
-        if not needed and r != order[0]:
-            continue
-        boxes = {atom.uid: atom.box for atom in source.layouts[r].atoms}
-        for batch in _batches(joiner, source.layouts[r], boxes):
-            part = restore(era.lines[r], source.step, live=live, only=batch)
-            joiner.add(part.state, boxes)
-            proven = proven and part.proven
-            fingerprint = part.fingerprint
-            if r == order[0] and not joiner.cursor:
-                joiner.cursor = part.state.cursor
+    for r, batch in joiner.batches(near):
+        part = restore(era.lines[r], source.step, live=live, only=batch)
+        joiner.add(r, part.state)
+        proven = proven and part.proven
+        fingerprint = part.fingerprint
+        if r == near:
+            joiner.state.cursor = part.state.cursor
     return Restored(joiner.finish(), None, proven, fingerprint)
 
 
-def _batches(joiner: _Joiner, layout: Layout, boxes: Mapping[int, Box]) -> Iterator[Set[int]]:
-    """Atoms of one rank that are needed; in portions where their memory is not kept as it is. At least one, for the rest."""
-    needed = [a for a in layout.atoms if joiner.needs(a.uid, boxes[a.uid])]
-    batch: set[int] = set()
-    size = 0
-    for atom in needed:
-        if size > BATCH_BYTES:
-            yield batch
-            batch, size = set(), 0
-        batch.add(atom.uid)
-        if not joiner.takes_as_it_is(atom.uid, boxes[atom.uid]):
-            numel = 1
-            for n in boxes[atom.uid].size:
-                numel *= n
-            size += numel * 16
-    yield batch
-
-
 class _Joiner:
-    """Puts parts of states together into the boxes that are wanted."""
+    """Puts parts of states together into the shares that are wanted."""
 
-    def __init__(self, source: Source, wanted: Mapping[int, Box], stateful: Set[int] | None) -> None:
+    def __init__(
+        self, source: Source, wanted: Mapping[int, Atom], reader: Reader, stateful: Set[int] | None
+    ) -> None:
         self._source = source
         self._stateful = stateful
-        self._wanted = {uid: box for uid, box in wanted.items() if uid in source.atoms}
-        self._missing = {uid: _count(box) for uid, box in self._wanted.items()}
-        self._touched: set[int] = set()
-        self.cursor = b""
-        self.state = State(source.step, part_of_layout(source.layout, self._wanted.keys()), {}, {})
+        self._held: dict[int, dict[int, Share]] = {}
+        """By atom and rank."""
+        for r, layout in enumerate(source.layouts):
+            for atom in layout.atoms:
+                self._held.setdefault(atom.uid, {})[r] = atom.share
+        known = {uid: atom for uid, atom in wanted.items() if uid in source.atoms}
+        self._readings: dict[int, Reading] = {}
+        for uid, atom in known.items():
+            share = _share_of(atom, source.atoms[uid])
+            if share is not None:
+                self._readings[uid] = plan_atom(
+                    share, self._held[uid], source.era.world_size, source.atoms[uid].placement, reader
+                )
+        lacking = [source.atoms[uid].label() for uid, reading in self._readings.items() if reading.missing]
+        if lacking:
+            raise CorruptionError(
+                f"step {source.step}: no rank has stored all of {', '.join(lacking[:5])}: a part of it is missing"
+            )
+        unread = {uid for uid, reading in self._readings.items() if not reading.cuts}
+        self.state = State(source.step, part_of_layout(source.layout, known.keys() - unread), {}, {})
 
-    def needs(self, uid: int, box: Box) -> bool:
-        wanted = self._wanted.get(uid)
-        if wanted is None:
-            return False
-        if not _count(wanted):
-            return uid not in self._touched
-        return self._missing[uid] > 0 and overlap(wanted, box) is not None
+    def batches(self, first: int) -> Iterator[tuple[int, Set[int]]]:
+        """Ranks, and what is needed of each, in portions where memory is not taken over. At least one of the `first` rank.
 
-    def takes_as_it_is(self, uid: int, box: Box) -> bool:
-        return self._wanted[uid] == box
+        Portions of what is averaged are read from all their ranks one after the other, and settled before the next.
+        """
+        alone = [uid for uid, reading in self._readings.items() if not reading.is_mean]
+        for r in sorted(range(self._source.era.world_size), key=lambda r: (r != first, r)):
+            batches = list(self._portions(uid for uid in alone if r in self._readings[uid].cuts))
+            yield from ((r, batch) for batch in (batches or [set()] if r == first else batches))
+        for batch in self._portions(uid for uid, reading in self._readings.items() if reading.is_mean):
+            for r in range(self._source.era.world_size):
+                of_rank = {uid for uid in batch if r in self._readings[uid].cuts}
+                if of_rank:
+                    yield r, of_rank
+            self._settle(batch)
 
-    def add(self, part: State, boxes: Mapping[int, Box]) -> None:
+    def _portions(self, uids: Iterable[int]) -> Iterator[set[int]]:
+        """So that no more than BATCH_BYTES, or one atom, is in memory beside what is wanted."""
+        batch: set[int] = set()
+        size = 0
+        for uid in uids:
+            num_bytes = self._beside(uid)
+            if batch and num_bytes and size + num_bytes > BATCH_BYTES:
+                yield batch
+                batch, size = set(), 0
+            batch.add(uid)
+            size += num_bytes
+        if batch:
+            yield batch
+
+    def _beside(self, uid: int) -> int:
+        """Memory that joining this atom takes beside what is wanted: its source with two moments and a gradient; sums."""
+        reading = self._readings[uid]
+        if reading.as_it_is:
+            return 0
+        source = max(prod(self._held[uid][r].size) for r in reading.cuts)
+        sums = 8 * prod(reading.size) if reading.is_mean else 0
+        return 4 * (source * dtype_named(self._source.atoms[uid].dtype).itemsize + sums)
+
+    def add(self, rank: int, part: State) -> None:
         """What one rank had, restored."""
         for uid, tensor in part.tensors.items():
-            box = boxes[uid]
-            if not self.needs(uid, box):
-                continue
-            self.state.tensors[uid] = self._put(uid, self.state.tensors.get(uid), tensor, box)
+            self.state.tensors[uid] = self._put(uid, self.state.tensors.get(uid), tensor, rank)
             if uid in part.carried:
-                self.state.carried[uid] = self._put(uid, self.state.carried.get(uid), part.carried[uid], box)
-        self.state.lost |= part.lost & self._wanted.keys()
+                self.state.carried[uid] = self._put(uid, self.state.carried.get(uid), part.carried[uid], rank)
+        self.state.lost |= part.lost
         for name, optimizer in part.optimizers.items():
-            self._add_optimizer(name, optimizer, part, boxes)
-        for uid in part.tensors:
-            if uid in self._wanted:
-                common = overlap(self._wanted[uid], boxes[uid])
-                self._missing[uid] -= 0 if common is None else _count(common)
-                self._touched.add(uid)
+            self._add_optimizer(name, optimizer, part, rank)
 
-    def _add_optimizer(self, name: str, theirs: OptimizerState, part: State, boxes: Mapping[int, Box]) -> None:
+    def _add_optimizer(self, name: str, theirs: OptimizerState, part: State, rank: int) -> None:
         ours = self.state.optimizers.get(name)
         if ours is None:
             ours = self.state.optimizers[name] = OptimizerState(theirs.spec, list(theirs.hyper), [() for _ in theirs.params])
         for i, (group, hyper) in enumerate(zip(theirs.params, theirs.hyper, strict=True)):
-            self._add_group(name, ours, i, [u for u in group if u in self._wanted], hyper)
+            self._add_group(name, ours, i, group, hyper)
         for uid, values in theirs.state.items():
             if uid == 0:
                 ours.state.setdefault(0, values)
             elif self._stateful is not None and uid not in self._stateful:
                 continue
-            elif uid in part.tensors and self.needs(uid, boxes[uid]):
-                ours.state[uid] = self._join_state(uid, ours.state.get(uid), values, part.tensors[uid], boxes[uid])
+            elif self._readings[uid].as_it_is:
+                ours.state[uid] = values
+            else:
+                ours.state[uid] = self._join_state(uid, ours.state.get(uid, {}), values, part.tensors[uid], rank)
 
     def _add_group(self, name: str, ours: OptimizerState, index: int, params: Sequence[int], hyper: Any) -> None:
         """A rank's group: to the one that has its parameters, or stands in its place with the same hyperparameters.
@@ -302,14 +326,12 @@ class _Joiner:
         ours.params[at] = (*ours.params[at], *(u for u in params if u not in ours.params[at]))
 
     def _join_state(
-        self, uid: int, before: dict[str, Any] | None, values: dict[str, Any], param: torch.Tensor, box: Box
+        self, uid: int, before: dict[str, Any], values: dict[str, Any], param: torch.Tensor, rank: int
     ) -> dict[str, Any]:
-        if self.takes_as_it_is(uid, box):
-            return values
-        out = dict(before or {})
+        out = dict(before)
         for key, value in values.items():
             if isinstance(value, torch.Tensor) and value.dim() and value.shape == param.shape:
-                out[key] = self._put(uid, out.get(key), value, box)
+                out[key] = self._put(uid, out.get(key), value, rank)
             elif isinstance(value, torch.Tensor) and value.numel() > 1:
                 raise MismatchError(
                     f"{self._source.atoms[uid].label()}: its optimizer state {key!r}, {tuple(value.shape)}, "
@@ -324,28 +346,65 @@ class _Joiner:
                 out[key] = value
         return out
 
-    def _put(self, uid: int, into: torch.Tensor | None, tensor: torch.Tensor, box: Box) -> torch.Tensor:
-        wanted = self._wanted[uid]
-        if wanted == box:
+    def _put(self, uid: int, into: Any, tensor: torch.Tensor, rank: int) -> Any:
+        reading = self._readings[uid]
+        if reading.as_it_is:
             return tensor
+        if reading.is_mean:
+            wide = torch.promote_types(tensor.dtype, torch.float64)
+            into = into or _Sum(torch.zeros(reading.size, dtype=wide), tensor.dtype)
+            for cut in reading.cuts[rank]:
+                into.total[slices(cut.target)] += tensor[slices(cut.source)]
+            return into
         if into is None:
-            into = torch.zeros(wanted.size, dtype=tensor.dtype)
-        common = overlap(wanted, box)
-        if common is not None:
-            into[inside(wanted, common)] = tensor[inside(box, common)]
+            into = torch.zeros(reading.size, dtype=tensor.dtype)
+        for cut in reading.cuts[rank]:
+            into[slices(cut.target)] = tensor[slices(cut.source)]
         return into
 
+    def _settle(self, uids: Iterable[int]) -> None:
+        """Sums that are complete become means."""
+        for uid in uids:
+            reading = self._readings[uid]
+            count = torch.zeros(reading.size, dtype=torch.float64)
+            for cut in (cut for parts in reading.cuts.values() for cut in parts):
+                count[slices(cut.target)] += 1
+            count.clamp_(min=1)  # padding
+            for values in (self.state.tensors, self.state.carried):
+                if uid in values:
+                    values[uid] = _mean(values[uid], count)
+            for optimizer in self.state.optimizers.values():
+                if uid in optimizer.state:
+                    optimizer.state[uid] = {k: _mean(v, count) for k, v in optimizer.state[uid].items()}
+
     def finish(self) -> State:
-        lacking = [self._source.atoms[uid].label() for uid, n in self._missing.items() if n > 0]
-        if lacking:
-            raise CorruptionError(
-                f"step {self._source.step}: no rank has stored all of {', '.join(lacking[:5])}: a part of it is missing"
-            )
-        self.state.cursor = self.cursor
         for name, optimizer in self.state.optimizers.items():
-            at = {uid: n for n, uid in enumerate(self._source.parameter_order(name))}
-            optimizer.params = [tuple(sorted(params, key=lambda u: at.get(u, len(at)))) for params in optimizer.params]
+            at = {uid: n for n, uid in enumerate(self._source.order_of(name))}
+            optimizer.params = [tuple(sorted(group, key=lambda u: at.get(u, len(at)))) for group in optimizer.params]
         return self.state
+
+
+@dataclass
+class _Sum:
+    """Of what several ranks had."""
+
+    total: torch.Tensor
+    dtype: torch.dtype
+
+
+def _mean(value: Any, count: torch.Tensor) -> Any:
+    if not isinstance(value, _Sum):
+        return value
+    if not (value.dtype.is_floating_point or value.dtype.is_complex):
+        return (value.total / count).round().to(value.dtype)
+    return (value.total / count).to(value.dtype)
+
+
+def _share_of(wanted: Atom, stored: Atom) -> Share | None:
+    """None where shapes differ, which is for check_fits to tell. A buffer of another shape is wanted as it was."""
+    if wanted.shape == stored.shape or stored.placement == "rank-local":
+        return wanted.share
+    return filled(whole(stored.shape)) if wanted.role == "buffer" and not wanted.boxes else None
 
 
 def order_like(state: State, live: Inventory) -> None:
@@ -359,13 +418,6 @@ def order_like(state: State, live: Inventory) -> None:
 def _merged(orders: Sequence[Sequence[int]]) -> list[int]:
     """All uids: in the order of the first, then what others have beside it."""
     return list(dict.fromkeys(uid for order in orders for uid in order))
-
-
-def _count(box: Box) -> int:
-    n = 1
-    for size in box.size:
-        n *= size
-    return n
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -224,6 +224,10 @@ def _ordinals(parts: list[list[tuple[int, int, int]]]) -> list[int]:
     return sorted({ordinal for p in parts for ordinal, _, _ in p})
 
 
+# Made once, on import: msgspec crashes where two threads decode a type for the first time at once.
+_DECODERS = {kind: msgspec.msgpack.Decoder(kind) for kind in (SegmentHeader, SegmentEnd, Footer)}
+
+
 def _decode(payload: bytes, kind: type[Any], path: str) -> Any:
     try:
         return _DECODERS[kind].decode(payload)
