@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 import everstep
+from everstep.capture import tap, watch
 from everstep.errors import AuditError
 from truth import Truth, check_history, check_resume, crash, gate, slow
 
@@ -322,6 +323,35 @@ def test_gradients_are_logged_as_consumed(pattern: str, clean: int, tmp_path: An
     truth = train(tmp_path / "run", sgd, pattern, clean=clean)
     check_history(tmp_path / "run", truth)
     check_resume(tmp_path / "run", sgd, truth, STEPS)
+
+
+@pytest.fixture
+def as_if_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is done for models of many tensors, with few."""
+    monkeypatch.setattr(tap, "LOOK_AT_ONCE", 0)
+    monkeypatch.setattr(tap, "SHARE", 2)
+    monkeypatch.setattr(watch, "LOOK_HERE_TENSORS", 0)
+    monkeypatch.setattr(watch, "SLICE_BYTES", 0)
+    monkeypatch.setattr(watch, "SLICED_UP_TO_BYTES", 0)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_gradients_of_a_model_of_many_tensors_are_logged_as_consumed(
+    pattern: str, as_if_large: None, tmp_path: Any
+) -> None:
+    truth = train(tmp_path / "run", sgd, pattern, clean=CLEAN)
+    check_history(tmp_path / "run", truth)
+
+
+def test_updates_that_are_like_those_before_them_are_taken_without_a_second_look(
+    as_if_large: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    taken: list[bool] = []
+    plain = tap.Tap._take_as_usual
+    monkeypatch.setattr(tap.Tap, "_take_as_usual", lambda self: taken.append(plain(self)) or taken[-1])
+    truth = train(tmp_path / "run", adamw_fused, "released", clean=0, steps=20)
+    check_history(tmp_path / "run", truth)
+    assert any(taken)
 
 
 @pytest.mark.parametrize("pattern", ["zero_in_place_after_step", "views_of_a_flat_buffer", "keeps_references"])

@@ -373,6 +373,25 @@ def test_the_trainer_and_the_follower_may_take_a_base_of_one_step_at_once(tmp_pa
     check_history(tmp_path / "run", truth)
 
 
+def test_the_last_frame_with_all_hashes_is_compared_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("everstep.capture.auditor.ALWAYS_BYTES", -1)
+    monkeypatch.setattr("everstep.capture.auditor.UNHURRIED_BYTES", -1)
+    monkeypatch.setattr("everstep.capture.auditor.Auditor._hash_some", lambda *args, **more: False)
+    monkeypatch.setattr("everstep.capture.watch.SLICE_BYTES", 0)
+    model, optimizer = build()
+    run = everstep.attach(model, optimizer, tmp_path / "run", quiet=True, follower=False)
+    run.resume()
+    for _ in range(6):
+        step(model, optimizer)
+        run.commit()
+    run.flush()
+    compactor = Compactor(RunPath(str(tmp_path / "run")), 1, 1)
+    compactor.advance(6)
+    crash(run)
+    assert compactor.step == 6 and not compactor.complete
+    assert compactor.proven == 3, "the first three steps are looked at in full"
+
+
 def test_a_follower_that_is_asked_for_a_step_that_has_a_base_answers_with_it(tmp_path: Path) -> None:
     model, optimizer = build()
     with everstep.attach(model, optimizer, tmp_path / "run", quiet=True, follower=False) as run:

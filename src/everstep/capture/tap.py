@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
+from itertools import chain, count
 from operator import attrgetter, is_
 from typing import Any, Protocol
 
@@ -43,6 +43,9 @@ from everstep.memory import plain, view_bytes
 LEARNING_UPDATES = 3
 LOOK_AT_ONCE = 48
 """Up to so many gradients are looked at as soon as zero_grad has let them go, and not only when their frame ends."""
+SHARE = 32
+"""Of more, one in so many, others at other times: whoever holds the memory of one mostly holds that of all."""
+_turns = count()
 MAX_DEVIATIONS = 8
 """After so many updates whose gradients were not let go, they are copied for good."""
 NEVER_REPLAYED = frozenset(("torch.optim.LBFGS",))
@@ -137,6 +140,11 @@ class _Held:
         self.was_released = True
         self.seal.break_open()
         self.grads, self.params, self.versions, self.update = [], [], [], None
+
+    def look_at_some(self) -> None:
+        """They have just been let go: if somebody else has hold of their memory, they cannot be trusted any more."""
+        with self._lock:  # two threads that look at once would take each other for somebody else
+            self.suspect = self.suspect or any(_sharing(self.grads[next(_turns) % SHARE :: SHARE]))
 
     def open(self, results: Callable[[], list[Item]]) -> bool:
         """Open the seal of gradients that have been read. Returns whether they can be trusted; else `results` are stored."""
@@ -647,6 +655,8 @@ class Tap:
             return
         if len(held.grads) <= LOOK_AT_ONCE:
             self.settle()
+        else:
+            held.look_at_some()
         held.seal.dropped.set()
 
     # -- results and carried gradients --------------------------------------------------------------------------------
