@@ -299,7 +299,7 @@ class Run:
             raise UsageError(f"already resumed at step {self._resumed}; attach again to resume another step")
         begun = time.perf_counter()
         listing = read_listing(self._path)
-        if self._ranks.size > 1 or self._is_in_parts(listing):
+        if self._ranks.size > 1 or self._is_in_parts(listing, step):
             at = self._resume_parts(step)
         else:
             at = self._resume_whole(listing, step)
@@ -420,13 +420,19 @@ class Run:
 
     # -- resuming -----------------------------------------------------------------------------------------------------
 
-    def _is_in_parts(self, listing: Listing) -> bool:
+    def _is_in_parts(self, listing: Listing, step: Step) -> bool:
         """Whether steps of this run must be cut or joined to be had in one process that has what this one has."""
         generations = listing.generations()
         eras = any(timeline.document.own_bases for timeline in listing.timelines.values())
-        if eras or not generations or any(g.world_size > 1 for g in generations.values()):
-            return bool(generations)
+        if not generations:
+            return False
         newest = generations[max(generations)]
+        if eras or any(g.world_size > 1 for g in generations.values()):
+            if newest.world_size > 1 or newest.log != "memory":
+                return True
+            # The newest state may be in a shadow's memory only; but before the first base of its era nothing is there.
+            steps = line_of(listing, check_tail=False).steps()
+            return not steps or (step != "latest" and step not in steps)
         then = self._path.read_layout(newest.layout, [newest.timeline]).by_uid()
         now = take_inventory(self._models, self._optimizers, self._declared).layout.atoms
         both = [(a, then[a.uid]) for a in now if a.uid in then]
