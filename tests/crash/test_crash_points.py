@@ -306,7 +306,7 @@ def test_steps_after_a_kill_and_a_restart_survive_a_crash_of_the_host(shm: str) 
     assert checker.num_images > 200
 
 
-@pytest.mark.parametrize("durability", ["batch", "os"])
+@pytest.mark.parametrize("durability", ["batch", pytest.param("os", marks=pytest.mark.long)])
 def test_weaker_durability_never_leads_to_a_wrong_state_or_to_none(shm: str, durability: str) -> None:
     recording = record(f"{shm}/live", durability=durability)
     checker = Checker(shm)
@@ -314,7 +314,7 @@ def test_weaker_durability_never_leads_to_a_wrong_state_or_to_none(shm: str, dur
     assert checker.num_images > 150
 
 
-@pytest.mark.parametrize("operation", ["write", "sync"])
+@pytest.mark.parametrize("operation", ["write", pytest.param("sync", marks=pytest.mark.long)])
 def test_crash_points_around_a_disk_that_fails_for_a_while(shm: str, operation: str) -> None:
     recorder, eras = Recorder(), Eras()
     failing = False

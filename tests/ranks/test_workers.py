@@ -27,6 +27,7 @@ def test_a_job_runs_on_the_ranks_asked_for_in_the_same_processes(world: World) -
     assert alone == [["c", None, pids[0]]]
 
 
+@pytest.mark.long
 def test_a_rank_that_raises_is_quoted_and_the_next_job_runs_in_new_processes() -> None:
     with World(2) as world:
         before = [pid for _, _, pid in world.run("jobs:say", "a")]
@@ -38,6 +39,7 @@ def test_a_rank_that_raises_is_quoted_and_the_next_job_runs_in_new_processes() -
     assert all(gone(pid) for pid in after)
 
 
+@pytest.mark.long
 def test_a_job_that_does_not_end_is_killed() -> None:
     with World(2) as world:
         pids = [pid for _, _, pid in world.run("jobs:say", "a")]
