@@ -46,7 +46,7 @@ from everstep.fold import class_name, find_class
 from everstep.follow import recover
 from everstep.follow.attend import ON_LAG, ShadowKeeper
 from everstep.follow.keeper import Keeper
-from everstep.follow.ship import RemoteKeeper
+from everstep.follow.ship import RemoteShadow
 from everstep.format.documents import RANKS, GenerationDocument, RunDocument, TimelineDocument
 from everstep.link import addresses
 from everstep.naming import Inventory, Rename, named, take_inventory
@@ -783,10 +783,10 @@ class Run:
             "idle_s": options.shadow_idle_s, "say": self._say,
         }  # fmt: skip
         where = (self._path, timeline, generation, step, options.retention, options.base_interval)
+        elsewhere = []
         if options.shadow:
-            self._keeper = RemoteKeeper(*where, **settings, address=options.shadow, token=self._token(), tls=self._tls())
-        else:
-            self._keeper = ShadowKeeper(*where, **settings)
+            elsewhere.append(partial(RemoteShadow, address=options.shadow, token=self._token(), tls=self._tls()))
+        self._keeper = ShadowKeeper(*where, **settings, elsewhere=elsewhere)
 
     # -- data ---------------------------------------------------------------------------------------------------------
 

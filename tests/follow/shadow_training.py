@@ -34,7 +34,7 @@ from harness import SEED, everything, hand_batch
 from models import Options, Training, build
 
 import everstep
-from everstep.follow import attend, serve
+from everstep.follow import local, serve
 
 TOLD = ("step", "folded_step", "shadow_pid", "shadows", "spilled_steps", "stall_s", "unprotected_since", "base_step")
 
@@ -153,7 +153,7 @@ def fork(order: dict[str, Any], warm: list[socket.socket]) -> int:
         if "shadow" in order:
             status = serve.main(order["shadow"])
         else:
-            attend.subprocess = _Subprocess()  # type: ignore[assignment]
+            local.subprocess = _Subprocess()  # type: ignore[assignment]
             main(order)
             status = 0
     except BaseException:

@@ -380,7 +380,7 @@ def test_a_trainer_whose_shadow_is_not_there_goes_on_and_is_told(
     run.resume()
     deadline = time.monotonic() + 30
     with pytest.warns(UnprotectedWarning, match="no shadow answers"):
-        while run.stats()["unprotected_since"] is None or run._keeper._warning:
+        while run.stats()["unprotected_since"] is None or run._keeper._warnings:
             assert time.monotonic() < deadline
             training.train(run, run.step + 1)
             time.sleep(0.02)

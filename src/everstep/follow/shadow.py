@@ -376,8 +376,9 @@ class Shadow:
         """Hold the newest base from which the log leads to its end; if there is none, ask for one."""
         line = self._line()
         self._fingerprint = line.newest.fingerprint
-        known = {**line.frames, **self._entries}
-        newest = max([self.progress.received, *known])
+        with self._work:  # frames go on arriving
+            known = {**line.frames, **self._entries}
+            newest = max([self.progress.received, *known])
         for base in sorted(line.bases, reverse=True):
             n = base
             while n + 1 in known:

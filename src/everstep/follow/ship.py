@@ -1,17 +1,15 @@
-"""In the trainer: the log on its way to a shadow on another host."""
+"""In the trainer: a shadow on another host, and the log on its way there."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import ssl
 import time
 from collections.abc import Iterator
-from typing import Any
 
 from everstep.errors import LinkError, StorageError
-from everstep.follow.attend import ShadowKeeper
 from everstep.follow.shadow import MEMORY
+from everstep.follow.talk import Conversation, Subject, Trainer
 from everstep.link import addresses
 from everstep.link.messages import Bytes, Document, Frame, Resend, Resume, Welcome
 from everstep.link.sockets import Channel
@@ -24,10 +22,13 @@ TELL_AFTER_S = 2.0
 """Without a connection for so long, the user is told."""
 
 
-class RemoteKeeper(ShadowKeeper):
-    """Keeper of a run whose shadow is on another host: this host's memory holds the log until it has arrived there."""
+class RemoteShadow(Conversation):
+    """A shadow on another host: this host's memory holds the log until it has arrived there."""
 
-    def __init__(self, *args: Any, address: str, token: bytes | None, tls: ssl.SSLContext | None, **named: Any) -> None:
+    def __init__(
+        self, subject: Subject, trainer: Trainer, *, address: str, token: bytes | None, tls: ssl.SSLContext | None
+    ) -> None:
+        super().__init__(subject, trainer)
         self._address = addresses.parse_address(address)
         self._token, self._tls = token, tls
         self._sent: tuple[str, int] = ("", 0)
@@ -35,16 +36,17 @@ class RemoteKeeper(ShadowKeeper):
         self._layouts_at = 0
         self._base_sent = -1
         """The base that the shadow was sent last: if it asks again, that one was of no use to it."""
+        self._wants_base = False
+        """It has nothing to go on from, and waits for a base that the trainer is yet to take."""
         self._failing_since: float | None = None
         self.sent_bytes = 0
-        super().__init__(*args, **named)
 
     def _connect(self) -> Channel | None:
         try:
             sock = addresses.connect(self._address, timeout=_SEND_S, ssl_context=self._tls)
             channel = Channel(sock, lambda message, num_bytes: None)
             try:
-                found = self._introduce(channel)
+                self._introduce(channel, self._token)
             except BaseException:
                 channel.close()
                 raise
@@ -52,45 +54,51 @@ class RemoteKeeper(ShadowKeeper):
             self._failed_to_connect(e)
             return None
         self._failing_since = None
-        return found
+        return channel
 
     def _failed_to_connect(self, e: Exception) -> None:
         """Nobody is there, or it says no: the user is told, once, if that lasts."""
         if self._failing_since is None:
             self._failing_since = time.monotonic()
-        elif self._lost_at is None and time.monotonic() - self._failing_since > TELL_AFTER_S:
-            self._lost_at = max(self._durable, 0)
-            self._warning = (
-                f"{self._path.path}: {e}. Training goes on, and tries again and again; until it is there, steps are in this "
-                "host's memory (and on its disk, when that is full) only"
+        elif time.monotonic() - self._failing_since > TELL_AFTER_S:
+            self._is_lost(
+                f"{e}. Training goes on, and tries again and again; until it is there, steps are in this host's memory (and "
+                "on its disk, when that is full) only"
             )
-
-    def stats(self) -> dict[str, Any]:
-        return {**super().stats(), "sent_bytes": self.sent_bytes}
 
     def _before_resume(self, channel: Channel, welcome: Welcome) -> None:
         self._sent = (welcome.segment, welcome.offset)
+        self._wants_base = False
         for name in self._documents():
             self._send_document(channel, name)
 
     def _documents(self) -> Iterator[str]:
         """The run's small files, in an order in which they make sense."""
+        path = self.subject.path
         yield "run.json"
-        for timeline in files.listing(self._path.timelines()):
+        for timeline in files.listing(path.timelines()):
             top = f"timelines/{timeline}"
             yield f"{top}/timeline.json"
             for kind in ("layouts", "generations"):
-                for name in files.listing(os.path.join(self._path.path, top, kind)):
+                for name in files.listing(os.path.join(path.path, top, kind)):
                     if name.endswith(".json"):
                         yield f"{top}/{kind}/{name}"
         self._layouts_at = self._layouts_time()
 
     def _layouts_time(self) -> int:
-        return os.stat(self._path.layouts(self._timeline)).st_mtime_ns
+        return os.stat(self.subject.path.layouts(self.subject.timeline)).st_mtime_ns
 
     def _send_document(self, channel: Channel, name: str) -> None:
-        data = files.read_whole(os.path.join(self._path.path, name))
+        data = files.read_whole(os.path.join(self.subject.path.path, name))
         channel.send(Document(name), memoryview(data), timeout=_SEND_S)
+
+    def base_done(self, step: int) -> None:
+        """Of no concern to a shadow that has no need of it."""
+        self.wake()
+
+    def _say_all(self, channel: Channel) -> None:
+        if not self._wants_base or self._give_base(channel):
+            super()._say_all(channel)
 
     def _announce(self, channel: Channel, entry: FrameEntry) -> None:
         if self._layouts_time() != self._layouts_at:
@@ -110,56 +118,54 @@ class RemoteKeeper(ShadowKeeper):
             Frame(entry.step, segment, entry.offset, entry.footer_offset, entry.end_offset, entry.step), timeout=_SEND_S
         )
 
-    def _heard_resend(self, message: Resend) -> None:
-        channel = self._channel
-        if channel is None:
-            return
+    def _heard_resend(self, channel: Channel, message: Resend) -> None:
         if message.segment != "base":
-            self._say(f"everstep: {self._path.path}: the shadow asks for step data again: {message.why}")
+            self.trainer.say(f"the shadow asks for step data again: {message.why}")
             self._sent = (message.segment, message.offset)
-            with self._guard:
-                entries = [self._entries[n] for n in sorted(self._entries)]
-            for entry in entries:
-                same = os.path.basename(entry.path) == os.path.basename(message.segment)
-                if not same or entry.end_offset > message.offset:
-                    self._announce(channel, entry)
+            self._announced = -1
+            for entry in self.trainer.frames(-1):
+                if os.path.basename(entry.path) != os.path.basename(message.segment) or entry.end_offset > message.offset:
+                    break
+                self._announced = entry.step
             return
-        base = self.base_step
-        if self._released > base and self._lost_at is None:
-            self._lost_at = self._durable
-            self._warning = (
-                f"{self._path.path}: the shadow at {self._address} has lost what it held. Training goes on; until it has a "
-                f"new base, a failure of this process would lead back to step {base}"
+        base = self.trainer.base_step
+        if self.trainer.released > base:
+            self._is_lost(
+                f"the shadow at {self._address} has lost what it held. Training goes on; until it has a new base, a failure "
+                f"of this process would lead back to step {base}"
             )
-        if base >= self._released and base != self._base_sent:
-            self._base_sent = base
-            with contextlib.suppress(FileNotFoundError, StorageError):
-                self._send_base(channel, base)
-                return
-        super()._heard_resend(message)
+        self._wants_base = True
+        if not self._give_base(channel):
+            super()._heard_resend(channel, message)
 
-    def _see_it_end(self) -> None:
-        """It ends by itself, on its own host."""
-
-    def _heard_base(self, step: int) -> None:
-        """The shadow has written a base, on its own host."""
+    def _give_base(self, channel: Channel) -> bool:
+        """Send the base that the shadow waits for, if there is one from which the log leads on."""
+        base = self.trainer.base_step
+        if base < self.trainer.released or base == self._base_sent:
+            return False
+        self._base_sent = base
+        try:
+            self._send_base(channel, base)
+        except (FileNotFoundError, StorageError):
+            return False
+        self._wants_base = False
+        return True
 
     def _lost(self, e: Exception) -> None:
-        """The connection is gone. What has not arrived stays here, in memory or on disk, until it is back."""
-        self._say(f"everstep: {self._path.path}: the connection to the shadow at {self._address} was lost ({e})")
-        self.folded = -1
-        with self._progressed:
-            self._progressed.notify_all()
+        """What has not arrived stays here, in memory or on disk, until the connection is back."""
+        self.trainer.say(f"the connection to the shadow at {self._address} was lost ({e})")
+        self._forget_progress()
 
     def _send_base(self, channel: Channel, step: int) -> None:
         """A base of this host, the manifest last."""
-        folder = os.path.join(self._path.bases(self._timeline), f"{step:012d}")
+        subject = self.subject
+        folder = os.path.join(subject.path.bases(subject.timeline), f"{step:012d}")
         names = [n for n in files.listing(folder) if n != "manifest.json"]
         if not names:
             raise FileNotFoundError(folder)
-        prefix = f"base/{self._timeline:04d}/{step:012d}"
+        prefix = f"base/{subject.timeline:04d}/{step:012d}"
         for name in (*names, "manifest.json"):
             with files.Reader(os.path.join(folder, name)) as reader:
                 for start in range(0, reader.num_bytes, _PART_BYTES):
                     channel.send(Bytes(f"{prefix}/{name}", start), reader.read(start, _PART_BYTES), timeout=_SEND_S)
-        channel.send(Resume(self._generation, self._timeline, step), timeout=_SEND_S)
+        channel.send(Resume(subject.generation, subject.timeline, step), timeout=_SEND_S)
