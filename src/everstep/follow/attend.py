@@ -42,6 +42,7 @@ class ShadowKeeper(Keeper):
     ) -> None:  # fmt: skip
         """`elsewhere` makes the conversations with shadows on other hosts; without any, there is one here."""
         super().__init__(path, timeline, generation, step, policy, interval, follower=True, optimizers=optimizers, say=say)
+        self._began = step
         self._log, self._memory, self._disk = log, memory, disk
         self._folder = os.path.dirname(memory.folder)
         self._on_lag, self._max_lag_bytes = on_lag, max_lag_bytes
@@ -147,7 +148,7 @@ class ShadowKeeper(Keeper):
             return message
         why, self._needs_base = self._needs_base, ""
         there = min(talk.shadow_base for talk in self._talks)
-        if not why and step - max(self.base_step, there, 0) >= MAX_LAG * self._interval:
+        if not why and step - max(self.base_step, there, self._began) >= MAX_LAG * self._interval:
             why = "the shadow lags"  # or hangs: the log must not grow for ever
         return why
 
@@ -173,7 +174,7 @@ class ShadowKeeper(Keeper):
             **super().stats(), "folded_step": self.folded, "shadow_pid": self.shadow_pid(),
             "shadows": sum(talk.started for talk in self._talks if isinstance(talk, LocalShadow)),
             "spilled_steps": self.spilled_steps, "log_memory_bytes": self._memory.num_bytes(),
-            **({"sent_bytes": sum(sent)} if sent else {}),
+            **({"sent_bytes": sum(sent), "received_step": self.watermark} if sent else {}),
         }  # fmt: skip
 
     def shadow_pid(self) -> int | None:
@@ -206,6 +207,10 @@ class ShadowKeeper(Keeper):
     def newest(self) -> int:
         return self._durable
 
+    @property
+    def watermark(self) -> int:
+        return min(talk.progress.received for talk in self._talks)
+
     def frames(self, after: int) -> list[FrameEntry]:
         with self._guard:
             return [self._entries[n] for n in sorted(self._entries) if n > after]
@@ -218,6 +223,9 @@ class ShadowKeeper(Keeper):
                 self._released = max(self._released, step)
         if proven >= 0:
             self.proven_step = proven
+        for talk in self._talks:
+            if talk is not conversation:
+                talk.wake()  # what all have received may be more now
         with self._progressed:
             self._progressed.notify_all()
 

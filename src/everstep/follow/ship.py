@@ -5,19 +5,30 @@ from __future__ import annotations
 import os
 import ssl
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from everstep.errors import LinkError, StorageError
+import numpy as np
+
+from everstep.errors import CorruptionError, LinkError, StorageError
 from everstep.follow.shadow import MEMORY
+from everstep.follow.shares import PartFrame, Partition
 from everstep.follow.talk import Conversation, Subject, Trainer
+from everstep.format import documents, records
+from everstep.format.documents import StoredTensor
+from everstep.format.segment import parse_name
 from everstep.link import addresses
-from everstep.link.messages import Bytes, Document, Frame, Resend, Resume, Welcome
+from everstep.link.messages import Ack, Bytes, Document, Frame, Resend, Resume, Share, Welcome
 from everstep.link.sockets import Channel
 from everstep.store import files, shared
+from everstep.store.bases import manifest_name, part_file, read_manifest
+from everstep.store.parts import part_of
 from everstep.store.segments import FrameEntry
 
 _PART_BYTES = 4 << 20
 _SEND_S = 30.0
+STAGE_BYTES = 512 << 20
+MIN_STAGED = 4
+"""So many frames may wait at a shadow for others in any case."""
 TELL_AFTER_S = 2.0
 """Without a connection for so long, the user is told."""
 
@@ -26,9 +37,17 @@ class RemoteShadow(Conversation):
     """A shadow on another host: this host's memory holds the log until it has arrived there."""
 
     def __init__(
-        self, subject: Subject, trainer: Trainer, *, address: str, token: bytes | None, tls: ssl.SSLContext | None
-    ) -> None:
+        self, subject: Subject, trainer: Trainer, *, address: str, token: bytes | None, tls: ssl.SSLContext | None,
+        partition: Partition | None = None, index: int = 0, interval: int = 0, max_staged_bytes: int = STAGE_BYTES,
+    ) -> None:  # fmt: skip
+        """With a `partition`, it is number `index` of several, keeps its share of the atoms, writes its part of a base at
+        multiples of `interval`, and is sent at most `max_staged_bytes` of what others have not received."""
         super().__init__(subject, trainer)
+        self._partition, self._index, self._interval = partition, index, interval
+        self._max_staged_bytes = max_staged_bytes
+        self._told_version = -1
+        self._told_share: frozenset[int] = frozenset()
+        self._told_watermark = -1
         self._address = addresses.parse_address(address)
         self._token, self._tls = token, tls
         self._sent: tuple[str, int] = ("", 0)
@@ -71,6 +90,19 @@ class RemoteShadow(Conversation):
         self._wants_base = False
         for name in self._documents():
             self._send_document(channel, name)
+        if self._partition is not None:
+            self._told_watermark = -1
+            self._send_share(channel)
+            if welcome.generation == self.subject.generation and welcome.step >= 0:
+                self._announced = welcome.received
+                self._heard_progress(Ack(welcome.received, welcome.step, welcome.base, -1, -1))
+
+    def _send_share(self, channel: Channel) -> None:
+        partition = self._partition
+        assert partition is not None
+        self._told_version, self._told_share = partition.version, partition.of(self._index)
+        uids = np.array(sorted(self._told_share), "<u8").tobytes()
+        channel.send(Share(self._index, len(partition), self._interval), uids, timeout=_SEND_S)
 
     def _documents(self) -> Iterator[str]:
         """The run's small files, in an order in which they make sense."""
@@ -97,26 +129,74 @@ class RemoteShadow(Conversation):
         self.wake()
 
     def _say_all(self, channel: Channel) -> None:
-        if not self._wants_base or self._give_base(channel):
-            super()._say_all(channel)
+        if self._wants_base and not self._give_base(channel):
+            return
+        super()._say_all(channel)
+        if self._partition is not None and self.trainer.watermark > self._told_watermark:
+            sent = [e for e in self.trainer.frames(-1) if e.step <= self._announced]
+            if sent:
+                self._send_frame(channel, sent[-1])
+
+    def _has_room(self, entry: FrameEntry) -> bool:
+        """Of several shadows, each keeps what others have not received; but not without bound."""
+        if self._partition is None:
+            return True
+        waiting = [e for e in self.trainer.frames(self.progress.folded) if e.step <= self._announced]
+        staged = sum(e.end_offset - e.offset for e in waiting) // len(self._partition)
+        return len(waiting) < MIN_STAGED or staged < self._max_staged_bytes
 
     def _announce(self, channel: Channel, entry: FrameEntry) -> None:
         if self._layouts_time() != self._layouts_at:
             for name in self._documents():
                 self._send_document(channel, name)
-        segment = f"{MEMORY}/{os.path.basename(entry.path)}"
+        segment = _name(entry)
         at = self._sent[1] if self._sent[0] == segment else 0
         if at < entry.end_offset:
             reader = shared.MappedReader(entry.path)
-            for start in range(at, entry.end_offset, _PART_BYTES):
-                size = min(_PART_BYTES, entry.end_offset - start)
-                part = memoryview(reader.view(start, size))
-                channel.send(Bytes(segment, start), part, timeout=_SEND_S)
-                self.sent_bytes += size
+            for first, stop in self._ranges(channel, entry, reader, at):
+                for start in range(max(first, at), stop, _PART_BYTES):
+                    size = min(_PART_BYTES, stop - start)
+                    part = memoryview(reader.view(start, size))
+                    channel.send(Bytes(segment, start), part, timeout=_SEND_S)
+                    self.sent_bytes += size
             self._sent = (segment, entry.end_offset)
-        channel.send(
-            Frame(entry.step, segment, entry.offset, entry.footer_offset, entry.end_offset, entry.step), timeout=_SEND_S
+        self._send_frame(channel, entry)
+
+    def _ranges(
+        self, channel: Channel, entry: FrameEntry, reader: shared.MappedReader, at: int
+    ) -> list[tuple[int, int]]:
+        """What the shadow needs of the bytes up to this frame's end."""
+        partition = self._partition
+        if partition is None:
+            return [(at, entry.end_offset)]
+        parsed = parse_name(os.path.basename(entry.path))
+        assert parsed is not None
+        seed = records.seed_of(bytes.fromhex(self.subject.run), parsed[0], 0, parsed[1])
+        frame = PartFrame(entry, reader, seed)
+        partition.see(frame.footer.ops)
+        if partition.version != self._told_version:
+            grown = partition.of(self._index) >= self._told_share
+            self._send_share(channel)
+            if not grown:  # it forgets what it holds, and asks for a base
+                subject = self.subject
+                channel.send(Resume(subject.generation, subject.timeline, subject.resume_step), timeout=_SEND_S)
+        head = records.unpack(reader.read(0, records.HEADER_BYTES), records.at(seed, 0))
+        if head is None:
+            raise CorruptionError(f"{entry.path} does not begin as a segment does")
+        return [(0, head.padded_bytes), *frame.of(partition.of(self._index)).ranges()]
+
+    def _send_frame(self, channel: Channel, entry: FrameEntry) -> None:
+        """The frame is complete there."""
+        self._told_watermark = entry.step if self._partition is None else self.trainer.watermark
+        message = Frame(
+            entry.step, _name(entry), entry.offset, entry.footer_offset, entry.end_offset, self._told_watermark
         )
+        channel.send(message, timeout=_SEND_S)
+
+    def _heard_progress(self, ack: Ack) -> None:
+        if ack.folded >= 0:
+            self._wants_base = False  # what it was sent was what it needed
+        super()._heard_progress(ack)
 
     def _heard_resend(self, channel: Channel, message: Resend) -> None:
         if message.segment != "base":
@@ -160,12 +240,40 @@ class RemoteShadow(Conversation):
         """A base of this host, the manifest last."""
         subject = self.subject
         folder = os.path.join(subject.path.bases(subject.timeline), f"{step:012d}")
-        names = [n for n in files.listing(folder) if n != "manifest.json"]
-        if not names:
+        whole = manifest = read_manifest(folder)
+        if whole is None or manifest is None:
             raise FileNotFoundError(folder)
         prefix = f"base/{subject.timeline:04d}/{step:012d}"
-        for name in (*names, "manifest.json"):
-            with files.Reader(os.path.join(folder, name)) as reader:
-                for start in range(0, reader.num_bytes, _PART_BYTES):
-                    channel.send(Bytes(f"{prefix}/{name}", start), reader.read(start, _PART_BYTES), timeout=_SEND_S)
+        if self._partition is not None:
+            part = (self._index, len(self._partition))
+            manifest, header, tensors = part_of(whole, self._partition.of(self._index), part)
+            names = sorted(whole.files)
+            source = [(os.path.join(folder, names[t.rank]), t) for t in tensors]
+            self._send_part(channel, f"{prefix}/{part_file(part)}", header, source)
+        else:
+            for name in manifest.files:
+                with files.Reader(os.path.join(folder, name)) as reader:
+                    for start in range(0, reader.num_bytes, _PART_BYTES):
+                        channel.send(Bytes(f"{prefix}/{name}", start), reader.read(start, _PART_BYTES), timeout=_SEND_S)
+        told = documents.encode(manifest)
+        channel.send(Bytes(f"{prefix}/{manifest_name(manifest.part)}", 0), told, timeout=_SEND_S)
         channel.send(Resume(subject.generation, subject.timeline, step), timeout=_SEND_S)
+        self._announced = max(self._announced, step)
+
+    def _send_part(
+        self, channel: Channel, name: str, header: bytes, tensors: Sequence[tuple[str, StoredTensor]]
+    ) -> None:
+        """The file of a part of a base: a header of its own, then tensors as they are in the base's files."""
+        channel.send(Bytes(name, 0), header, timeout=_SEND_S)
+        at = len(header)
+        for path, stored in tensors:
+            with files.Reader(path) as reader:
+                for start in range(stored.offset, stored.offset + stored.num_bytes, _PART_BYTES):
+                    data = reader.read(start, min(_PART_BYTES, stored.offset + stored.num_bytes - start))
+                    channel.send(Bytes(name, at), data, timeout=_SEND_S)
+                    at += len(data)
+
+
+def _name(entry: FrameEntry) -> str:
+    """Of the frame's segment, wherever it is here."""
+    return f"{MEMORY}/{os.path.basename(entry.path)}"

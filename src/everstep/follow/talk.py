@@ -13,9 +13,21 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from everstep import background
-from everstep.errors import EverstepError, LinkError
+from everstep.errors import EverstepError
 from everstep.link import sockets
-from everstep.link.messages import Ack, Bye, Close, Hello, Message, Mismatch, Resend, Resume, Trouble, Welcome
+from everstep.link.messages import (
+    VERSION,
+    Ack,
+    Bye,
+    Close,
+    Hello,
+    Message,
+    Mismatch,
+    Resend,
+    Resume,
+    Trouble,
+    Welcome,
+)
 from everstep.link.sockets import Channel
 from everstep.store.runs import RunPath, describe_writer
 from everstep.store.segments import FrameEntry
@@ -52,6 +64,11 @@ class Trainer(Protocol):
     @property
     def newest(self) -> int:
         """The last step whose frame is complete in the log."""
+        ...
+
+    @property
+    def watermark(self) -> int:
+        """The greatest step that all shadows have received."""
         ...
 
     def frames(self, after: int) -> list[FrameEntry]:
@@ -145,7 +162,7 @@ class Conversation:
                 with channel:
                     self._channel = channel
                     self._converse(channel)
-            except (LinkError, OSError) as e:
+            except (EverstepError, OSError) as e:
                 if not self._stopping:
                     self._lost(e)
             finally:
@@ -155,16 +172,16 @@ class Conversation:
     def _introduce(self, channel: Channel, token: bytes | None = None) -> None:
         subject = self.subject
         hello = Hello(
-            1, subject.run, subject.path.path, subject.timeline, subject.generation, 0, "train",
+            VERSION, subject.run, subject.path.path, subject.timeline, subject.generation, 0, "train",
             {k: str(v) for k, v in describe_writer().items()},
         )  # fmt: skip
         welcome = sockets.introduce(channel, hello, token)
         self.pid = welcome.pid
-        self._before_resume(channel, welcome)
         with contextlib.suppress(queue.Empty):
             while True:
                 self._messages.get_nowait()  # where things stand is said anew
         self._announced = -1
+        self._before_resume(channel, welcome)
         channel.send(Resume(subject.generation, subject.timeline, subject.resume_step), timeout=SEND_S)
 
     def _converse(self, channel: Channel) -> None:
@@ -188,6 +205,8 @@ class Conversation:
             while True:
                 channel.send(self._messages.get_nowait(), timeout=SEND_S)
         for entry in self.trainer.frames(self._announced):
+            if not self._has_room(entry):
+                return
             self._announce(channel, entry)
             self._announced = entry.step
 
@@ -241,6 +260,10 @@ class Conversation:
 
     def _before_resume(self, channel: Channel, welcome: Welcome) -> None:
         """What the shadow must have before it is told where training goes on: on this host it has it."""
+
+    def _has_room(self, entry: FrameEntry) -> bool:
+        """Whether the shadow may be sent this frame now."""
+        return True
 
     def _announce(self, channel: Channel, entry: FrameEntry) -> None:
         """Tell the shadow of a frame."""

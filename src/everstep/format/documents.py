@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 import xxhash
@@ -126,9 +126,18 @@ class Manifest(msgspec.Struct):
     """File name -> bytes."""
     carried: tuple[tuple[int, int], ...] = ()
     """(parameter uid, index in `tensors`): gradients that the next backward adds to; -1: zeros, -2: could not be stored."""
+    part: tuple[int, int] | None = None
+    """(index, count) of a part that holds only some of the atoms; None: the whole."""
     audit: str = ""
     """`trainer` (taken from live state) or `folded` (by a follower, every audit passed)."""
     fingerprint: dict[str, Any] = {}
+
+
+# Made here, once: msgspec learns a type when it first meets it, and crashes if two threads meet it at the same moment.
+_DECODERS: dict[type[Any], msgspec.json.Decoder[Any]] = {
+    kind: msgspec.json.Decoder(kind)
+    for kind in (RunDocument, TimelineDocument, GenerationDocument, KeptDocument, Layout, Manifest)
+}
 
 
 def encode(document: object) -> bytes:
@@ -166,6 +175,6 @@ def decode(data: bytes, kind: type[T], where: str) -> T:
     ):
         raise CorruptionError(f"{where} is damaged: its checksum does not fit its content")
     try:
-        return msgspec.json.decode(content, type=kind)
+        return cast(T, _DECODERS[kind].decode(content))
     except (msgspec.MsgspecError, UnicodeDecodeError) as e:
         raise CorruptionError(f"{where} is not a valid {kind.__name__}: {e}") from e

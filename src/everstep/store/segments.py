@@ -7,7 +7,7 @@ footer is a torn tail. A hole *before* a valid footer is damage, and is reported
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -25,6 +25,12 @@ from everstep.store import files
 _MAX_META_BYTES = 1 << 30
 _READ_BYTES = 4 << 20
 """Records that follow each other are read together up to about this size."""
+
+
+# Made here, once: msgspec learns a type when it first meets it, and crashes if two threads meet it at the same moment.
+_DECODERS: dict[type[Any], msgspec.msgpack.Decoder[Any]] = {
+    kind: msgspec.msgpack.Decoder(kind) for kind in (SegmentHeader, SegmentEnd, Footer)
+}
 
 
 class Reader(Protocol):
@@ -224,7 +230,7 @@ def _ordinals(parts: list[list[tuple[int, int, int]]]) -> list[int]:
 
 def _decode(payload: bytes, kind: type[Any], path: str) -> Any:
     try:
-        return msgspec.msgpack.decode(payload, type=kind)
+        return _DECODERS[kind].decode(payload)
     except msgspec.MsgspecError as e:
         raise CorruptionError(f"{path}: a {kind.__name__} cannot be decoded: {e}") from e
 
@@ -332,7 +338,14 @@ class StoredFrame:
 
     def check_payloads(self) -> None:
         """Read and verify every record, on-disk headers included."""
-        for ordinal, (header, offset) in enumerate(zip(self.headers, self._offsets, strict=True)):
+        self.check_records(range(len(self.headers)))
+
+    def check_records(self, ordinals: Iterable[int]) -> None:
+        """Read and verify these records."""
+        for ordinal in ordinals:
+            if ordinal >= len(self.headers):
+                raise self._damaged("a reference to a record")
+            header, offset = self.headers[ordinal], self._offsets[ordinal]
             on_disk = records.unpack(self.reader.read(offset, HEADER_BYTES), records.at(self._seed, offset))
             if on_disk != header:
                 raise self._damaged(f"the header of record {ordinal}")
