@@ -173,7 +173,7 @@ class Unit:
 
     def _update(self, plan: TilePlan, event: int, frame: int, op: Update, parts: list[torch.Tensor]) -> None:
         assert self._optimizer is not None
-        plain = not op.skipped and op.grad_scale is None and len(parts) == len(self.tiles)
+        plain = type(op) is Update and not op.skipped and op.grad_scale is None and len(parts) == len(self.tiles)
         if plain and self._fused is not None and self._fused.step(parts):
             return
         grads = plan.grads[event]
