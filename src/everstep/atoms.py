@@ -11,6 +11,8 @@ PIECE_ELEMENTS = 1 << 19
 """Tensors are stored, checked and replayed in pieces of this many elements (a multiple of 64: see fold.py)."""
 PACK_BELOW_BYTES = 1 << 15
 """Smaller gradients of an update share a record."""
+SMALL_BUFFER_BYTES = 1 << 16
+"""Buffers up to this size are recorded together."""
 
 
 def uid_of(*key: str) -> int:

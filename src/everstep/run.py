@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import shutil
 import socket
@@ -45,8 +46,10 @@ from everstep.fingerprint import differences, fingerprint
 from everstep.fold import class_name, find_class
 from everstep.follow import recover
 from everstep.follow.attend import ON_LAG, ShadowKeeper
+from everstep.follow.fetch import NUM_STREAMS, find_all
 from everstep.follow.keeper import Keeper
-from everstep.follow.ship import RemoteKeeper
+from everstep.follow.shares import Partition, coupled, share_out
+from everstep.follow.ship import STAGE_BYTES, RemoteShadow
 from everstep.format.documents import RANKS, GenerationDocument, RunDocument, TimelineDocument
 from everstep.layout import Pattern
 from everstep.link import addresses
@@ -88,11 +91,14 @@ class Options:
     follower: bool = True
     """Let a low-priority process make bases from the log; False: the trainer takes them itself."""
     shadow: str = ""
-    """mode="shadow": tcp://host:port of a shadow on another host (`everstep shadow`); empty: one of this host."""
+    """mode="shadow": tcp://host:port of a shadow on another host (`everstep shadow`), or several, joined by commas, which
+    share the atoms; empty: one of this host."""
     shadow_token: str | None = None
     """What that shadow was given as its token; None: the environment's EVERSTEP_TOKEN, or none."""
     shadow_cafile: str | None = None
     """TLS to that shadow, whose certificate this file (or one of its authorities) vouches for."""
+    shadow_streams: int = NUM_STREAMS
+    """Connections to each shadow on another host over which a state is fetched at once."""
     log: str = "memory"
     """mode="shadow": `disk` lets the shadow keep the log on disk too, for time travel and for when the shadow is lost."""
     on_lag: str = "spill"
@@ -129,15 +135,22 @@ class Options:
             raise UsageError(f"log must be 'memory' or 'disk', not {self.log!r}")
         if self.on_lag not in ON_LAG:
             raise UsageError(f"on_lag must be one of {', '.join(ON_LAG)}, not {self.on_lag!r}")
-        if "," in self.shadow:
-            raise UsageError("shadow must be one address: several shadows for one run are not supported yet")
-        if self.shadow:
-            addresses.parse_address(self.shadow)
+        found = [str(addresses.parse_address(address)) for address in self.shadows]
+        if len(set(found)) != len(found):
+            raise UsageError(f"shadow={self.shadow!r} names one shadow twice")
+        if not 1 <= self.shadow_streams <= 64:
+            raise UsageError(f"shadow_streams must be from 1 to 64, not {self.shadow_streams}")
         if isinstance(self.retention, dict):
             object.__setattr__(self, "retention", Retention(**self.retention))
         for name in ("batch_steps", "max_inflight_steps", "max_inflight_bytes", "base_interval", "segment_bytes"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} must be at least 1, not {getattr(self, name)}")
+
+
+    @property
+    def shadows(self) -> list[str]:
+        """Addresses of shadows on other hosts."""
+        return [address.strip() for address in self.shadow.split(",")] if self.shadow else []
 
 
 def attach(
@@ -217,6 +230,8 @@ class Run:
         self._rebase = False
         self._proven = True
         self._source = ""
+        self._shares: list[frozenset[int]] = []
+        """What each of several shadows keeps, if they have been asked."""
         self._dismiss_later = False
         """A shadow has what is on no disk yet, and is not needed when it is."""
         self._torn = False
@@ -447,7 +462,7 @@ class Run:
     def _resume_whole(self, listing: Listing, step: Step) -> int:
         """What one process wrote, in one process."""
         begun = time.perf_counter()
-        offer = self._find_shadow()
+        offer = self._find_shadow(listing, step)
         self._fetch_s = time.perf_counter() - begun
         try:
             line, asked, offer = self._choose(listing, step, offer)
@@ -459,11 +474,18 @@ class Run:
             if offer is not None:
                 offer.release()
 
-    def _find_shadow(self) -> recover.Offer | None:
-        address = self._options.shadow
-        if not address:
+    def _find_shadow(self, listing: Listing, step: Step) -> recover.Offer | None:
+        if not self._options.shadows:
             return recover.find(self._path, self._document.run)
-        return recover.find_at(address, self._path, self._document.run, token=self._token(), tls=self._tls())
+        line = None  # for a new run: a shadow that does not let us in says so all the same
+        with contextlib.suppress(NothingToRestoreError):
+            line = line_of(listing, check_tail=False)
+        return find_all(
+            self._options.shadows, self._path, self._document.run, None if line is None else line.newest,
+            token=self._token(), tls=self._tls(), num_streams=self._options.shadow_streams,
+            at_least=_latest(line) if line is not None and step == "latest" else -1,
+            say=lambda text: self._say(f"everstep: {self.path}: {text}") if line is not None else None,
+        )  # fmt: skip
 
     def _token(self) -> bytes | None:
         token = self._options.shadow_token or os.environ.get("EVERSTEP_TOKEN")
@@ -482,6 +504,8 @@ class Run:
         try:
             line = line_of(listing, check_tail=offer is None)
             latest = step == "latest" or self._forked_already(listing, line, step)
+            if offer is not None and _is_where_it_began(offer, line):
+                offer.generation = line.newest.generation
             if offer is not None and offer.generation != line.newest.generation:
                 self._say(
                     f"everstep: a shadow (pid {offer.pid}) of generation {offer.generation} is stale: generation "
@@ -517,6 +541,7 @@ class Run:
     ) -> int:
         begun = time.perf_counter()
         if offer is not None:
+            self._shares = offer.shares
             live = take_inventory(self._models, self._optimizers, self._declared).tensors
             if _has_finished_passes(cursors.decode(offer.cursor)):
                 live = {}  # what is run again between them is undone from the state, which then is not the live one
@@ -562,7 +587,9 @@ class Run:
             source = f"base {restored.plan.base.step} + {at - restored.plan.base.step} steps"
         else:
             assert offer is not None
-            source = f"from the memory of its shadow, pid {offer.pid}{f' at {offer.where}' if self._options.shadow else ''}"
+            source = f"from the memory of its shadow, pid {offer.pid}"
+            if self._options.shadow:
+                source = f"from the memory of shadows at {offer.where}"
         self._say(
             f"everstep: resumed {self.path} at step {at} ({source}{f', new timeline {timeline}' if fork else ''}; "
             f"{'every bit' if restored.proven else 'every bit of the parameters'} proven)"
@@ -852,12 +879,22 @@ class Run:
             "idle_s": options.shadow_idle_s, "say": self._say,
         }  # fmt: skip
         where = (self._path, timeline, generation, step, options.retention, options.base_interval)
-        if options.shadow:
-            remote = RemoteKeeper(*where, **settings, address=options.shadow, token=self._token(), tls=self._tls())
-            self._keeper = remote
-            self._capture.offload.on_part = remote.part_written
-        else:
-            self._keeper = ShadowKeeper(*where, **settings)
+        shadows = options.shadows
+        partition = None
+        if len(shadows) > 1:
+            if len(self._shares) != len(shadows):
+                inventory = self._inventory()
+                self._shares = share_out(inventory.layout, len(shadows), coupled(inventory.layout, inventory.groups))
+            partition = Partition(self._shares, lambda i: self._path.read_layout(i, [timeline]))
+        elsewhere = [
+            partial(
+                RemoteShadow, address=address, token=self._token(), tls=self._tls(), partition=partition, index=index,
+                interval=options.base_interval, max_staged_bytes=min(options.max_lag_bytes or STAGE_BYTES, STAGE_BYTES),
+            )
+            for index, address in enumerate(shadows)
+        ]  # fmt: skip
+        keeper = self._keeper = ShadowKeeper(*where, **settings, elsewhere=elsewhere)
+        self._capture.offload.on_part = keeper.part_written
 
     # -- data ---------------------------------------------------------------------------------------------------------
 
@@ -1139,6 +1176,11 @@ def _latest(line: Line) -> int:
 
 def _has_finished_passes(cursor: dict[str, Any]) -> bool:
     return cursor["data"] is not None and cursor["data"]["pass"] > 0
+
+
+def _is_where_it_began(offer: recover.Offer, line: Line) -> bool:
+    """Whether a shadow that the newest generation never reached holds the state from which that one began."""
+    return offer.generation == line.newest.parent and offer.step == line.newest.resume_step
 
 
 def _is_newest(line: Line, at: int) -> bool:

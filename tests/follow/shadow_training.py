@@ -2,12 +2,14 @@
 
 As a program (`python shadow_training.py SOCKET`) it is the warm process: it has torch imported and no threads, and forks a
 trainer or a shadow for each line of JSON that comes over its socket. So these are real processes, strangers to each other,
-and they start in a few milliseconds. (Shadows of runs in the test's own process start as they always do.)
+and they start in a few milliseconds. (Shadows of runs in the test's own process start as they always do.) It also forks
+hosts of shadows for trainers of other hosts, as `everstep shadow` would start them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import os
 import select
@@ -34,9 +36,20 @@ from harness import SEED, everything, hand_batch
 from models import Options, Training, build
 
 import everstep
-from everstep.follow import attend, serve
+from everstep.follow import local, remote, serve
+from everstep.follow.serve import LOCK
+from everstep.link import addresses, sockets
+from everstep.link.messages import VERSION, Hello, Status, StatusReply
+from everstep.link.sockets import Channel
+from everstep.store import shared
+from everstep.store.runs import RunPath
 
-TOLD = ("step", "folded_step", "shadow_pid", "shadows", "spilled_steps", "stall_s", "unprotected_since", "base_step")
+SMALL = {"setup": "mlp", "family": "adamw-fused"}
+OPTIONS: dict[str, Any] = {"base_interval": 1000, "shadow_idle_s": 100.0}
+TOLD = (
+    "step", "received_step", "folded_step", "shadow_pid", "shadows", "spilled_steps", "stall_s", "unprotected_since",
+    "base_step",
+)  # fmt: skip
 
 
 def turn(t: Training) -> None:
@@ -149,11 +162,20 @@ def fork(order: dict[str, Any], warm: list[socket.socket]) -> int:
         nothing = os.open(os.devnull, os.O_RDONLY)
         for theirs, ours in ((nothing, 0), (output, 1), (output, 2)):
             os.dup2(theirs, ours)
+        faulthandler.enable(all_threads=True)
         os.environ.update(order["environment"])
         if "shadow" in order:
             status = serve.main(order["shadow"])
+        elif "host" in order:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            torch.set_num_threads(1)
+            remote.main(
+                order["host"], order["folder"], token=None, certfile=None, keyfile=None, interval=1000, max_bytes=1 << 30,
+                idle_s=100.0, ready=lambda listener: Path(order["ready"]).write_text(f"{listener.getsockname()[1]}\n"),
+            )  # fmt: skip
+            status = 0
         else:
-            attend.subprocess = _Subprocess()  # type: ignore[assignment]
+            local.subprocess = _Subprocess()  # type: ignore[assignment]
             main(order)
             status = 0
     except BaseException:
@@ -208,6 +230,27 @@ def kill(pid: int) -> None:
         time.sleep(0.002)
 
 
+def folder_of(path: Path) -> Path:
+    """The run's folder in memory."""
+    return Path(shared.shared_folder(RunPath(path).read_run().run, str(path)))
+
+
+def shadows_in(memory: Path) -> list[int]:
+    """Processes that keep a shadow in this folder, or are about to."""
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with contextlib.suppress(OSError):
+                process = Path("/proc", name)
+                words = process.joinpath("cmdline").read_bytes().split(b"\0")
+                held = [os.readlink(fd) for fd in process.joinpath("fd").iterdir()]
+                if any(w.startswith(str(memory).encode()) for w in words) or any(
+                    link.startswith(str(memory)) and LOCK in link for link in held
+                ):
+                    found.append(int(name))
+    return [pid for pid in found if alive(pid)]
+
+
 class Launcher:
     """The warm process."""
 
@@ -229,6 +272,44 @@ class Launcher:
         self._process.stdout.close()
         self._process.wait()
         shutil.rmtree(self._folder)
+
+
+@dataclass
+class ShadowHost:
+    """A process that keeps shadows for trainers of other hosts; it has its own disk, and always the same port."""
+
+    launcher: Launcher
+    folder: Path
+    port: int = 0
+    pid: int = 0
+
+    @property
+    def address(self) -> str:
+        return f"tcp://127.0.0.1:{self.port}"
+
+    def start(self) -> ShadowHost:
+        ready = self.folder / "port"
+        ready.unlink(missing_ok=True)
+        self.pid = self.launcher.start({
+            "host": f"127.0.0.1:{self.port}", "folder": str(self.folder / "runs"), "ready": str(ready),
+            "output": str(self.folder / "output"),
+            "environment": {k: v for k, v in os.environ.items() if k.startswith("EVERSTEP")},
+        })  # fmt: skip
+        deadline = time.monotonic() + 60
+        while not ready.exists() or not ready.read_text().endswith("\n"):
+            assert alive(self.pid) and time.monotonic() < deadline, (self.folder / "output").read_text()
+            time.sleep(0.005)
+        self.port = int(ready.read_text())
+        return self
+
+    def status(self, run: Path) -> dict[str, Any]:
+        """What the shadow of this run says of itself."""
+        with Channel(addresses.connect(self.address), serve.no_payload) as channel:
+            sockets.introduce(channel, Hello(VERSION, RunPath(run).read_run().run, "", 0, 0, 0, "status", {}))
+            channel.send(Status())
+            (received,) = channel.receive(10)
+        assert isinstance(received.message, StatusReply)
+        return dict(json.loads(received.message.text))
 
 
 @dataclass

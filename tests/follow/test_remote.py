@@ -7,24 +7,19 @@ import os
 import random
 import socket
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
+from remote_shadows import Proxy, Remote, Training, held, must_hold, wait_until
 
-import everstep
 from everstep.errors import LinkError, LinkRefused, UnprotectedWarning, UsageError
-from everstep.follow import recover, remote, ship
-from everstep.follow.remote import Host
+from everstep.follow import fetch, remote, ship
 from everstep.link import addresses, sockets
-from everstep.link.messages import Bytes, Document, Hello
+from everstep.link.messages import VERSION, Bytes, Document, Hello
 from everstep.link.sockets import Channel
-from everstep.restore.apply import public_state
 from everstep.store.runs import RunPath
 from support import crash, equal
 
@@ -34,30 +29,6 @@ def shm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="es-", dir="/dev/shm") as folder:
         monkeypatch.setenv("EVERSTEP_SHARED", folder)
         yield Path(folder)
-
-
-class Remote:
-    """A host of shadows in this process, behind a real socket."""
-
-    def __init__(self, folder: Path, token: bytes | None = None, port: int = 0, **options: Any) -> None:
-        settings = {"interval": 1000, "max_bytes": 1 << 30, "idle_s": 100.0, **options}
-        self.said: list[str] = []
-        self.host = Host(str(folder), token=token, tls=None, say=self.said.append, **settings)
-        self.listener = addresses.listen(f"tcp://127.0.0.1:{port}")
-        self.port: int = self.listener.getsockname()[1]
-        self.thread = threading.Thread(target=self.host.accept, args=(self.listener,))
-        self.thread.start()
-
-    @property
-    def address(self) -> str:
-        return f"tcp://127.0.0.1:{self.port}"
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self.listener.shutdown(socket.SHUT_RDWR)
-        self.listener.close()
-        self.thread.join()
-        self.host.close()
 
 
 @pytest.fixture
@@ -71,107 +42,6 @@ def remotes(tmp_path: Path, shm: Path) -> Iterator[Callable[..., Remote]]:
     yield make
     for each in made:
         each.close()
-
-
-class Proxy:
-    """Between a trainer and its shadow: passes bytes on, and does to them what `meddle` says."""
-
-    def __init__(self, port: int, meddle: Callable[[bytes, int], bytes | None]) -> None:
-        self._target = port
-        self._meddle = meddle
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
-        self.connections = 0
-        self._sockets: list[socket.socket] = []
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                client, _ = self._listener.accept()
-                self.connections += 1
-                server = socket.create_connection(("127.0.0.1", self._target))
-                self._sockets += [client, server]
-                threading.Thread(target=self._pump, args=(client, server, self._meddle), daemon=True).start()
-                threading.Thread(target=self._pump, args=(server, client, None), daemon=True).start()
-
-    def _pump(
-        self, source: socket.socket, target: socket.socket, meddle: Callable[[bytes, int], bytes | None] | None
-    ) -> None:
-        passed = 0
-        with contextlib.suppress(OSError):
-            while data := source.recv(1 << 16):
-                told = meddle(data, passed) if meddle is not None else data
-                passed += len(data)
-                if told is None:
-                    break
-                target.sendall(told)
-        for each in (source, target):
-            with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        for each in (self._listener, *self._sockets):
-            each.close()
-
-
-class Training:
-    def __init__(self, width: int = 96) -> None:
-        torch.manual_seed(3)
-        self.model = nn.Sequential(nn.Linear(32, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 32))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=True)
-
-    def step(self, n: int) -> None:
-        x = torch.randn(8, 32, generator=torch.Generator().manual_seed(n))
-        (self.model(x) - x).square().mean().backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def attach(self, path: Path, address: str, **options: Any) -> everstep.Run:
-        settings = {"mode": "shadow", "shadow": address, "quiet": True, "base_interval": 1000, **options}
-        return everstep.attach(self.model, self.optimizer, path, **settings)
-
-    def train(self, run: everstep.Run, until: int) -> None:
-        while run.step < until:
-            self.step(run.step + 1)
-            run.commit()
-
-
-def wait_until(done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def held(run: everstep.Run, address: str, **options: Any) -> dict[str, Any]:
-    """What the shadow holds when it has everything."""
-    run.flush()
-    wait_until(lambda: run.stats()["folded_step"] == run.step)
-    offer = recover.find_at(address, RunPath(run.path), run._document.run, **options)
-    assert offer is not None and offer.step == run.step
-    try:
-        return public_state(offer.fetch(), {})
-    finally:
-        offer.release()
-
-
-def live(training: Training, run: everstep.Run) -> dict[str, Any]:
-    run.flush()
-    return {
-        "model": {k: v.clone() for k, v in training.model.state_dict().items()},
-        "optimizer": [
-            {k: v.clone() for k, v in training.optimizer.state[p].items()} for p in training.model.parameters()
-        ],
-    }
-
-
-def must_hold(found: dict[str, Any], training: Training, run: everstep.Run) -> None:
-    expected = live(training, run)
-    names = [n for n, _ in training.model.named_parameters()]
-    assert not equal({k: found["model"][k] for k in expected["model"]}, expected["model"])
-    state = [{k: found["optimizer"]["state"][n][k] for k in e} for n, e in zip(names, expected["optimizer"], strict=True)]
-    assert not equal(state, expected["optimizer"])
 
 
 def test_it_holds_what_the_trainer_has_and_gives_it_back(remotes: Callable[..., Remote], tmp_path: Path) -> None:
@@ -194,6 +64,28 @@ def test_it_holds_what_the_trainer_has_and_gives_it_back(remotes: Callable[..., 
     assert not equal(dict(second.model.state_dict()), dict(plain.model.state_dict()))
     must_hold(held(again, shadow.address), second, again)
     again.close()
+
+
+def test_gradients_that_leave_during_backward_are_there_before_their_step_is(
+    remotes: Callable[..., Remote], tmp_path: Path
+) -> None:
+    shadow = remotes()
+    training = Training(512)
+    run = training.attach(tmp_path / "run", shadow.address, early=True)
+    run.resume()
+    for n in (6, 12, 18):
+        training.train(run, n - 1)
+        must_hold(held(run, shadow.address), training, run)
+        before = run.stats()["sent_bytes"]
+        training.backward(n)
+        wait_until(lambda before=before: run.stats()["sent_bytes"] > before + 100_000)
+        assert run.stats()["received_step"] == n - 1
+        training.update()
+        run.commit()
+    must_hold(held(run, shadow.address), training, run)
+    assert run._log is not None and run._log.last is not None
+    assert run.stats()["sent_bytes"] == run._log.last.end_offset, "one segment, and nothing of it went twice"
+    run.close()
 
 
 def test_a_base_there_leads_to_the_same_state_after_it_was_started_again(
@@ -313,9 +205,9 @@ def test_without_the_token_nobody_is_let_in(remotes: Callable[..., Remote], tmp_
     must_hold(held(run, shadow.address, token=b"a token of some length"), training, run)
     path, run_id = RunPath(run.path), run._document.run
     with pytest.raises(LinkRefused):
-        recover.find_at(shadow.address, path, run_id, token=b"another token")
+        fetch.find_all([shadow.address], path, run_id, token=b"another token")
     with pytest.raises(LinkError):
-        recover.find_at(shadow.address, path, run_id)
+        fetch.find_all([shadow.address], path, run_id)
     run.close()
 
 
@@ -345,7 +237,7 @@ def test_names_that_lead_elsewhere_and_sizes_out_of_bounds_are_refused(
     for message, size in attempts:
         with contextlib.ExitStack() as stack:
             channel = stack.enter_context(Channel(addresses.connect(shadow.address), lambda m, n: None))
-            sockets.introduce(channel, Hello(1, "ab" * 16, "somewhere", 1, 1, 0, "train", {}))
+            sockets.introduce(channel, Hello(VERSION, "ab" * 16, "somewhere", 1, 1, 0, "train", {}))
             with pytest.raises(LinkError):
                 channel.send(message, bytes(size))
                 channel.receive(10.0)
@@ -363,7 +255,7 @@ def test_a_second_trainer_and_an_older_generation_are_refused(remotes: Callable[
     must_hold(held(run, shadow.address), training, run)
     for generation in (0, 1):
         with Channel(addresses.connect(shadow.address), lambda m, n: None) as channel, pytest.raises(LinkRefused):
-            sockets.introduce(channel, Hello(1, run._document.run, run.path, 1, generation, 0, "train", {}))
+            sockets.introduce(channel, Hello(VERSION, run._document.run, run.path, 1, generation, 0, "train", {}))
     training.train(run, 6)
     must_hold(held(run, shadow.address), training, run)
     run.close()
@@ -380,7 +272,7 @@ def test_a_trainer_whose_shadow_is_not_there_goes_on_and_is_told(
     run.resume()
     deadline = time.monotonic() + 30
     with pytest.warns(UnprotectedWarning, match="no shadow answers"):
-        while run.stats()["unprotected_since"] is None or run._keeper._warning:
+        while run.stats()["unprotected_since"] is None or run._keeper._warnings:
             assert time.monotonic() < deadline
             training.train(run, run.step + 1)
             time.sleep(0.02)
@@ -394,7 +286,9 @@ def test_a_trainer_whose_shadow_is_not_there_goes_on_and_is_told(
 
 
 @pytest.mark.parametrize(
-    "options", [{"shadow": "nonsense"}, {"shadow": "tcp://a:1,tcp://b:2"}, {"mode": "delta"}], ids=str
+    "options",
+    [{"shadow": "nonsense"}, {"shadow": "tcp://a:1,tcp://a:1"}, {"shadow": "tcp://a:1,"}, {"mode": "delta"}],
+    ids=str,
 )
 def test_a_shadow_that_cannot_be_meant_is_refused_at_attach(options: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(UsageError):

@@ -9,7 +9,6 @@ import random
 import shutil
 import signal
 import stat
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,16 +19,16 @@ import shadow_training
 import torch
 from harness import SEED, copied, everything, must_equal
 from models import Training, build
-from shadow_training import Launcher, Program, alive, kill, turn, without_everstep
+from shadow_training import OPTIONS, SMALL, Program, alive, folder_of, kill, shadows_in, turn, without_everstep
 from torch import nn
 
 import everstep
 from everstep import cursor as cursors
 from everstep.errors import LinkRefused, RunBusyError, UnprotectedWarning, UsageError
 from everstep.follow import recover
-from everstep.follow.serve import LOCK, SOCKET, no_payload
+from everstep.follow.serve import SOCKET, no_payload
 from everstep.link import addresses, sockets
-from everstep.link.messages import Hello, Status, StatusReply
+from everstep.link.messages import VERSION, Hello, Status, StatusReply
 from everstep.link.protocol import encode
 from everstep.link.sockets import Channel
 from everstep.restore.apply import apply
@@ -42,65 +41,9 @@ pytestmark = [
     # A weight that reaches the clamp of a WGAN for the first time late in the run is reported.
     pytest.mark.filterwarnings("default::everstep.errors.HiddenEditWarning"),
 ]
-SMALL = {"setup": "mlp", "family": "adamw-fused"}
-OPTIONS: dict[str, Any] = {"base_interval": 1000, "shadow_idle_s": 100.0}
 
 
 # ------------------------------------------------------------------------------------------ what every test needs
-
-
-@pytest.fixture(scope="module")
-def launcher() -> Iterator[Launcher]:
-    made = Launcher()
-    yield made
-    made.close()
-
-
-def shadows_in(memory: Path) -> list[int]:
-    """Processes that keep a shadow in this folder, or are about to."""
-    found = []
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            with contextlib.suppress(OSError):
-                process = Path("/proc", name)
-                words = process.joinpath("cmdline").read_bytes().split(b"\0")
-                held = [os.readlink(fd) for fd in process.joinpath("fd").iterdir()]
-                if any(w.startswith(str(memory).encode()) for w in words) or any(
-                    link.startswith(str(memory)) and LOCK in link for link in held
-                ):
-                    found.append(int(name))
-    return [pid for pid in found if alive(pid)]
-
-
-@pytest.fixture
-def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder in shared memory of this test's own; neither it nor a shadow in it is left."""
-    made = Path(tempfile.mkdtemp(prefix="es-", dir="/dev/shm"))
-    monkeypatch.setenv("EVERSTEP_SHARED", str(made))
-    yield made
-    deadline = time.monotonic() + 30
-    while left := shadows_in(made):  # a trainer that still lives starts another
-        for pid in left:
-            kill(pid)
-        assert time.monotonic() < deadline, "shadows come back again and again"
-    shutil.rmtree(made)
-
-
-@pytest.fixture
-def program(launcher: Launcher, memory: Path, tmp_path: Path) -> Iterator[Callable[..., Program]]:
-    """Makes Programs; their trainers are not left behind."""
-    made: list[Program] = []
-
-    def make(case: dict[str, Any] = SMALL, pause_s: float = 0.0, **attach: Any) -> Program:
-        folder = tmp_path / f"program-{len(made)}"
-        folder.mkdir()
-        made.append(Program(launcher, folder, case, {**OPTIONS, **attach}, pause_s))
-        return made[-1]
-
-    yield make
-    for each in made:
-        if each.pid:
-            kill(each.pid)
 
 
 @pytest.fixture
@@ -126,11 +69,6 @@ def wait_for(true: Callable[[], Any], what: str = "", seconds: float = 60.0) -> 
         time.sleep(0.005)
 
 
-def folder_of(path: Path) -> Path:
-    """The run's folder in memory."""
-    return Path(shared.shared_folder(RunPath(path).read_run().run, str(path)))
-
-
 def used_bytes(folder: Path, pattern: str = "**/*") -> int:
     """Memory, not sizes: the file that holds the state is larger than what is in it."""
     total = 0
@@ -145,7 +83,7 @@ def status_of(path: Path) -> dict[str, Any]:
     """What the shadow says of itself."""
     run = RunPath(path).read_run().run
     with Channel(addresses.connect(f"unix://{folder_of(path)}/{SOCKET}"), no_payload) as channel:
-        sockets.introduce(channel, Hello(1, run, str(path), 0, 0, 0, "status", {}))
+        sockets.introduce(channel, Hello(VERSION, run, str(path), 0, 0, 0, "status", {}))
         channel.send(Status())
         (received,) = channel.receive(10)
         assert isinstance(received.message, StatusReply)
@@ -215,7 +153,7 @@ def test_the_shadow_holds_what_the_trainer_has_after_200_steps(
     name: str, attach: Callable[..., everstep.Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = {**CASES, **MORE_CASES}[name]
-    monkeypatch.setenv("PYTHONPATH", str(Path(shadow_training.__file__).parent.parent / "exactness"))
+    monkeypatch.setenv("PYTHONPATH", str(Path(shadow_training.__file__).parent.parent / "exactness"), prepend=os.pathsep)
     t = build(**case, seed=SEED)
     run = attach(t, tmp_path / "run", base_interval=60)
     run.resume()
@@ -363,7 +301,7 @@ def test_a_connection_that_was_given_up_does_not_keep_the_next_trainer_out(progr
     run = RunPath(made.run).read_run().run
     for _ in range(3):
         stale = addresses.connect(f"unix://{folder_of(made.run)}/{SOCKET}")
-        stale.sendall(encode(Hello(1, run, str(made.run), 1, 2, 0, "train", {})))
+        stale.sendall(encode(Hello(VERSION, run, str(made.run), 1, 2, 0, "train", {})))
         stale.close()
     os.kill(pid, signal.SIGCONT)
     assert made.start(20) == 10
@@ -597,7 +535,7 @@ def test_strangers_second_trainers_and_the_dead_are_refused(program: Callable[..
 
     def hello(who: str, generation: int, purpose: str) -> None:
         with Channel(addresses.connect(f"unix://{folder_of(made.run)}/{SOCKET}"), no_payload) as channel:
-            sockets.introduce(channel, Hello(1, who, str(made.run), 1, generation, 0, purpose, {}))  # type: ignore
+            sockets.introduce(channel, Hello(VERSION, who, str(made.run), 1, generation, 0, purpose, {}))  # type: ignore
 
     for purpose in ("train", "fetch", "status"):
         with pytest.raises(LinkRefused, match=run):

@@ -8,6 +8,7 @@ from typing import get_args
 from hypothesis import strategies as st
 
 from everstep.link.messages import (
+    VERSION,
     Ack,
     Bye,
     Bytes,
@@ -25,6 +26,7 @@ from everstep.link.messages import (
     Region,
     Resend,
     Resume,
+    Share,
     State,
     Status,
     StatusReply,
@@ -37,7 +39,7 @@ TOP = 2**63 - 1
 SEGMENT = "timelines/0001/log/rank-00000/g000007-000000000101.frames"
 WRITER = {"host": "node-1", "pid": 4711, "since": "2026-01-01T00:00:00+00:00", "load": 0.5, "root": False, "job": None}
 
-HELLO = Hello(1, "0123456789abcdef", "/runs/gpt", 1, 7, 0, "train", WRITER)
+HELLO = Hello(VERSION, "0123456789abcdef", "/runs/gpt", 1, 7, 0, "train", WRITER)
 HANDSHAKE_SAMPLES: list[Message] = [
     HELLO,
     Hello(TOP, "", "", TOP, TOP, TOP, "status", {}),
@@ -55,6 +57,7 @@ PLAIN_SAMPLES: list[Message] = [
     Mismatch(5, "model.weight"),
     Trouble(""),
     Fetch(-1),
+    Fetch(TOP, 3, 4),
     Fetched(),
     Status(),
     StatusReply("{}"),
@@ -65,6 +68,7 @@ PLAIN_SAMPLES: list[Message] = [
 PAYLOAD_SAMPLES: list[Message] = [
     Bytes(SEGMENT, 0),
     Document("run.json"),
+    Share(1, 2, 200),
     State(100, 7, 1, True, "", TOP),
     State(100, 7, 1, False, "/dev/shm/everstep/state", 0),
     Region(3, 1 << 40),

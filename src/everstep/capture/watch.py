@@ -24,13 +24,12 @@ import torch
 from torch.optim import Optimizer
 
 from everstep import sharding, tree
-from everstep.atoms import PIECE_ELEMENTS, state_uid
+from everstep.atoms import PIECE_ELEMENTS, SMALL_BUFFER_BYTES, state_uid
 from everstep.capture.pending import Item, PendingState, PendingTensor, PendingTensors
 from everstep.memory import Bytes, plain, view_bytes
 from everstep.naming import Inventory
 from everstep.store.bases import piece_sum
 
-SMALL_BUFFER_BYTES = 1 << 16
 SLICE_BYTES = 1 << 16
 SLICE_RANGES = 4
 SLICED_UP_TO_BYTES = 256 * SLICE_BYTES

@@ -109,7 +109,7 @@ class TilePlan:
         """Those in records of their own, and the small ones that share a record; what cannot be cut goes to `whole`."""
         found: tuple[list[Tile], list[Tile]] = ([], [])
         for index, params in enumerate(optimizer.params):
-            for uid in params:
+            for uid in state.here(params):
                 tensor = state.tensors[uid]
                 if not self._tileable(name, optimizer, uid, tensor):
                     self.whole.setdefault(name, []).append(Tile(uid, 0, tensor.numel(), index, True))

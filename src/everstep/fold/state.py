@@ -59,6 +59,12 @@ class State:
     cursor: bytes = b""
     loading: Loading | None = None
     """For tensors that have their memory, but perhaps not yet their values."""
+    is_part: bool = False
+    """Only some of the layout's atoms are here, with their optimizer state. Frames that are folded hold no others."""
+
+    def here(self, uids: tuple[int, ...]) -> tuple[int, ...]:
+        """Those of a group's parameters that are in this state: all, unless it is a part."""
+        return tuple(uid for uid in uids if uid in self.tensors) if self.is_part else uids
 
     def begin(self, tensor: torch.Tensor, start: int = 0, stop: int | None = None) -> None:
         """Ask for what of this tensor of the state will be needed soon. Any thread."""

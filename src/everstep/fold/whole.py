@@ -96,7 +96,8 @@ class Whole:
         grads = {g.uid: g for g in op.grads}
         groups = []
         params: dict[int, torch.Tensor] = {}
-        for hyper, uids in zip(optimizer_state.hyper, optimizer_state.params, strict=True):
+        for hyper, all_uids in zip(optimizer_state.hyper, optimizer_state.params, strict=True):
+            uids = state.here(all_uids)
             for uid in uids:
                 p = params[uid] = state.tensors[uid].detach()
                 gradient = grads.get(uid)

@@ -1,108 +1,81 @@
-"""In the trainer: starts its shadow, tells it of every frame, hears how far it is, and starts another if it dies.
+"""In the trainer: keeper of a run whose bases come from its shadows; gives the log's memory back when they have it.
 
 Nothing here is waited for by training. While there is no shadow, frames pile up in memory and then go to disk.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-import queue
-import select
 import shutil
-import subprocess
-import sys
 import threading
-import time
 import warnings
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from torch.optim import Optimizer
 
-from everstep import background
-from everstep.errors import EverstepError, HiddenEditWarning, LinkError, UnprotectedWarning
-from everstep.follow import recover
+from everstep.errors import HiddenEditWarning, UnprotectedWarning
 from everstep.follow.keeper import MAX_LAG, Keeper
-from everstep.follow.serve import OUTPUT, SOCKET, no_payload
-from everstep.follow.shadow import DISK, MEMORY
-from everstep.link import addresses, sockets
-from everstep.link.messages import Ack, Bye, Close, Frame, Hello, Message, Mismatch, Resend, Resume, Trouble, Welcome
-from everstep.link.sockets import Channel
+from everstep.follow.local import LocalShadow
+from everstep.follow.ship import RemoteShadow
+from everstep.follow.talk import Conversation, Make, Subject
 from everstep.store import shared
-from everstep.store.log import DiskPlace, LogWriter
+from everstep.store.log import DiskPlace, LogWriter, OpenFrame
 from everstep.store.retention import Retention
-from everstep.store.runs import RunPath, describe_writer
+from everstep.store.runs import RunPath
 from everstep.store.segments import FrameEntry
 
 ON_LAG = ("spill", "wait")
 LAG_BYTES = 2 << 30
 _LAG_FRAMES = 4
 _SPARE_BYTES = 256 << 20
-MAX_SHADOWS = 5
-"""In a row that died without having folded a step."""
-_START_S = 120.0
-"""How long a new shadow may take to listen."""
-_SEND_S = 5.0
-_RETRY_S = 1.0
-
-
-class Part(NamedTuple):
-    """A segment has been written up to here, in the middle of a frame."""
-
-    path: str
-    end_offset: int
 
 
 class ShadowKeeper(Keeper):
-    """Keeper of a run whose bases come from its shadow."""
+    """Keeper of a run with a shadow on this host, or with one or several on others."""
 
     def __init__(
         self, path: RunPath, timeline: int, generation: int, step: int, policy: Retention, interval: int, *,
         run: str, log: LogWriter, memory: shared.MemoryPlace, disk: DiskPlace, optimizers: Mapping[str, Optimizer],
         on_lag: str, max_lag_bytes: int | None, keep_log: bool, idle_s: float, say: Callable[[str], None],
+        elsewhere: Sequence[Make] = (),
     ) -> None:  # fmt: skip
+        """`elsewhere` makes the conversations with shadows on other hosts; without any, there is one here."""
         super().__init__(path, timeline, generation, step, policy, interval, follower=True, optimizers=optimizers, say=say)
-        self._run_id = run
+        self._began = step
         self._log, self._memory, self._disk = log, memory, disk
         self._folder = os.path.dirname(memory.folder)
         self._on_lag, self._max_lag_bytes = on_lag, max_lag_bytes
-        self._keep_log = keep_log
-        self._idle_s = idle_s
-        self._resume_step = step
         self.unfit = self._register is None
         """The shadow could not build the optimizer: then there is none, the log is on disk, and bases come from here."""
         self._last_steps: dict[str, int] = {}
         """Segment -> its last step."""
         self._entries: dict[int, FrameEntry] = {}
-        """Frames that the shadow has not folded."""
+        """Frames that some shadow has not folded."""
+        self._open_frame: OpenFrame | None = None
+        """What has been written of the frame that comes next."""
         self._guard = threading.Lock()
-        self._to_send: queue.SimpleQueue[Message | FrameEntry | Part] = queue.SimpleQueue()
-        self._wake_read, self._wake_write = os.pipe()
-        os.set_blocking(self._wake_write, False)
-        self._channel: Channel | None = None
-        self._shadow: subprocess.Popen[bytes] | None = None
         self._progressed = threading.Condition()
-        self.folded = -1
-        """By the shadow that lives; -1 while there is none."""
         self._released = -1
-        """Frames up to this step are not here any more: a shadow has them, or had."""
-        self._shadow_base = -1
-        self._shadows = 0
-        self._deaths = 0
-        """Of shadows in a row that never folded anything."""
-        self._lost_at: int | None = None
         self._needs_base = ""
-        self._warning = ""
+        self._warnings: list[str] = []
         self._spilled = False
         self.spilled_steps = 0
-        self._stopping = self._hurries = False
+        self._hurries = False
         self._frame_bytes = 0
-        self._attendant: threading.Thread | None = None
-        if self.unfit:
+        self._talks: list[Conversation] = []
+        if self._register is None:
             log.place = disk
             return
-        self._attendant = background.start(self._attend, "everstep-shadow")
+        subject = Subject(path, run, timeline, generation, step)
+        self._talks = [make(subject, self) for make in elsewhere] or [
+            LocalShadow(
+                subject, self, folder=self._folder, interval=interval, idle_s=idle_s, keep_log=keep_log,
+                register=self._register,
+            )
+        ]  # fmt: skip
+        for talk in self._talks:
+            talk.start()
 
     # -- writer thread ------------------------------------------------------------------------------------------------
 
@@ -121,12 +94,23 @@ class ShadowKeeper(Keeper):
         self._last_steps[entry.path] = step
         with self._guard:
             self._entries[step] = entry
-        self._to_send.put(entry)
-        self._wake()
+            self._open_frame = None
+        for talk in self._talks:
+            talk.wake()
         self._make_room()
 
+    def part_written(self) -> None:
+        """A frame has grown in the log. A shadow elsewhere can be sent that before the rest of it is known."""
+        if self.unfit or not self._log.in_memory:
+            return
+        with self._guard:
+            self._open_frame = self._log.open_frame()
+        for talk in self._talks:
+            if talk.takes_parts:
+                talk.wake()
+
     def _make_room(self) -> None:
-        """Take back what the shadow has folded; if it lags too far, wait or write to disk."""
+        """Take back what the shadows have folded; if one lags too far, wait or write to disk."""
         self._release()
         limit = max(LAG_BYTES, _LAG_FRAMES * self._frame_bytes) if self._max_lag_bytes is None else self._max_lag_bytes
         lag = self._memory.num_bytes()
@@ -141,13 +125,13 @@ class ShadowKeeper(Keeper):
             self._spilled = True
             self._log.place = self._disk
             why = "shared memory is nearly full" if scarce else f"the shadow is {lag / 1e6:.0f} MB behind"
-            self._say(f"everstep: {self._path.path}: {why}: the log goes to disk from step {self._durable + 1} on")
+            self.say(f"{why}: the log goes to disk from step {self._durable + 1} on")
         elif self._spilled:
             self.spilled_steps += 1
             if lag < limit / 2 and not scarce and self.folded >= self._durable - 4:
                 self._spilled = False
                 self._log.place = self._memory
-                self._say(f"everstep: {self._path.path}: the shadow has caught up at step {self._durable}")
+                self.say(f"the shadow has caught up at step {self._durable}")
 
     def _release(self) -> None:
         floor = self.folded
@@ -162,9 +146,8 @@ class ShadowKeeper(Keeper):
     # -- training thread ----------------------------------------------------------------------------------------------
 
     def wants_base(self, step: int, durable: int, log_bytes: int) -> str:
-        if self._warning:
-            warning, self._warning = self._warning, ""
-            warnings.warn(warning, UnprotectedWarning, stacklevel=4)
+        while self._warnings:
+            warnings.warn(self._warnings.pop(0), UnprotectedWarning, stacklevel=4)
         if self.unfit:
             why, self._needs_base = self._needs_base, ""
             return why or super().wants_base(step, durable, log_bytes)
@@ -177,30 +160,39 @@ class ShadowKeeper(Keeper):
             )
             return message
         why, self._needs_base = self._needs_base, ""
-        if not why and step - max(self.base_step, self._shadow_base, 0) >= MAX_LAG * self._interval:
+        there = min(talk.shadow_base for talk in self._talks)
+        if not why and step - max(self.base_step, there, self._began) >= MAX_LAG * self._interval:
             why = "the shadow lags"  # or hangs: the log must not grow for ever
         return why
 
     def base_done(self, step: int, log_bytes: int) -> None:
         """The trainer has written a base."""
         super().base_done(step, log_bytes)
-        if not self.unfit:
-            self._to_send.put(Resume(self._generation, self._timeline, step))
-            self._wake()
+        for talk in self._talks:
+            talk.base_done(step)
+
+    @property
+    def folded(self) -> int:
+        """By all shadows; -1 while one is not there."""
+        return min((talk.progress.folded for talk in self._talks), default=-1)
 
     @property
     def unprotected_since(self) -> int | None:
-        """The shadow died with what only it had: since then this process alone has the steps after the last base."""
-        return self._lost_at
+        """A shadow died with what only it had: since then this process alone has the steps after the last base."""
+        return min((talk.lost_at for talk in self._talks if talk.lost_at is not None), default=None)
 
     def stats(self) -> dict[str, Any]:
+        sent = [talk.sent_bytes for talk in self._talks if isinstance(talk, RemoteShadow)]
         return {
-            **super().stats(), "folded_step": self.folded, "shadows": self._shadows, "shadow_pid": self.shadow_pid(),
+            **super().stats(), "folded_step": self.folded, "shadow_pid": self.shadow_pid(),
+            "shadows": sum(talk.started for talk in self._talks if isinstance(talk, LocalShadow)),
             "spilled_steps": self.spilled_steps, "log_memory_bytes": self._memory.num_bytes(),
+            **({"sent_bytes": sum(sent), "received_step": self.watermark} if sent else {}),
         }  # fmt: skip
 
     def shadow_pid(self) -> int | None:
-        return self._pid if self._channel is not None else None
+        """Of the (first) shadow; None while it is not there."""
+        return self._talks[0].pid if self._talks and self._talks[0].is_connected else None
 
     def let_go(self) -> None:
         """Nothing waits for the shadow from here on."""
@@ -209,233 +201,76 @@ class ShadowKeeper(Keeper):
             self._progressed.notify_all()
 
     def close(self, *, finish: bool = False) -> None:
-        """Let the shadow go: with `finish` it ends, else it stays for whoever comes next."""
-        self._finish = finish
-        self._stopping = True
+        """Let the shadows go: with `finish` they end, else they stay for whoever comes next."""
         self.let_go()
-        if self._attendant is not None:
-            self._wake()
-            self._attendant.join()
+        for talk in self._talks:
+            talk.close(finish=finish)
         super().close()
         self._memory.close()
-        os.close(self._wake_read)
-        os.close(self._wake_write)
         if finish:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    # -- its thread ---------------------------------------------------------------------------------------------------
+    # -- conversations (a talk.Trainer): their threads ----------------------------------------------------------------
 
-    _pid: int | None = None
-    _finish = False
-    _said_goodbye = False
+    @property
+    def released(self) -> int:
+        return self._released
 
-    def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError, OSError):
-            os.write(self._wake_write, b"x")
+    @property
+    def newest(self) -> int:
+        return self._durable
 
-    def _attend(self) -> None:
-        while not self._stopping:
-            try:
-                channel = self._connect()
-                if channel is None:
-                    time.sleep(_RETRY_S / 10)
-                    continue
-                with channel:
-                    self._channel = channel
-                    self._converse(channel)
-            except (LinkError, OSError) as e:
-                if not self._stopping:
-                    self._lost(e)
-            finally:
-                self._channel = None
-        if self._finish:
-            self._see_it_end()
-        elif self._shadow is not None and self._shadow.poll() is None:
-            self._shadow.returncode = 0  # it outlives this process: nobody waits for it
+    @property
+    def watermark(self) -> int:
+        return min(talk.progress.received for talk in self._talks)
 
-    def _see_it_end(self) -> None:
-        """The run is closed, its last base is written: a shadow that does not end by itself is not needed."""
-        process = self._shadow
-        if self._said_goodbye and self._pid is not None and recover.wait_for_end(self._pid, _SEND_S):
-            process = None
-        if process is not None and process.poll() is None:
-            process.kill()
-        if self._shadow is not None:
-            self._shadow.wait()
-
-    def _connect(self) -> Channel | None:
-        """A connection to the shadow that is there, or to a new one; None: not yet."""
-        address = f"unix://{self._folder}/{SOCKET}"
-        deadline = time.monotonic() + _START_S
-        while not self._stopping and time.monotonic() < deadline:
-            with contextlib.suppress(LinkError, OSError):
-                channel = Channel(addresses.connect(address, timeout=_SEND_S), no_payload)
-                try:
-                    return self._introduce(channel)
-                except BaseException:
-                    channel.close()
-                    raise
-            if self._shadow is None or self._shadow.poll() is not None:
-                if self._deaths >= MAX_SHADOWS:
-                    self._give_up()
-                    return None
-                time.sleep(0.2 * self._deaths)
-                self._deaths += 1
-                self._start()
-            time.sleep(0.02)
-        return None
-
-    def _give_up(self) -> None:
-        """Shadows die one after another: the log goes to disk, and bases come from the trainer, as without one."""
-        self.unfit = self._stopping = True
-        self._register = None
-        self._log.place = self._disk
-        with contextlib.suppress(OSError), open(os.path.join(self._folder, OUTPUT), "rb") as output:
-            told = output.read()[-2000:].decode(errors="replace")
-            self._warning = f"{self._path.path}: shadows die as soon as they start; going on without. The last said:\n{told}"
-        self._needs_base = "there is no shadow"
-
-    def _introduce(self, channel: Channel) -> Channel:
-        welcome = sockets.introduce(channel, self._hello(), self._token)
-        self._pid = welcome.pid
-        self._before_resume(channel, welcome)
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._to_send.get_nowait()  # all is said anew
-        channel.send(Resume(self._generation, self._timeline, self._resume_step), timeout=_SEND_S)
+    def frames(self, after: int) -> list[FrameEntry]:
         with self._guard:
-            entries = [self._entries[n] for n in sorted(self._entries)]
-        for entry in entries:
-            self._announce(channel, entry)
-        return channel
+            return [self._entries[n] for n in sorted(self._entries) if n > after]
 
-    def _announce(self, channel: Channel, entry: FrameEntry) -> None:
-        """Tell the shadow of a frame; it finds it where this process has written it."""
-        place = MEMORY if entry.path.startswith(self._folder) else DISK
-        name = f"{place}/{os.path.basename(entry.path)}"
-        channel.send(
-            Frame(entry.step, name, entry.offset, entry.footer_offset, entry.end_offset, entry.step), timeout=_SEND_S
-        )
-
-    def _ship(self, channel: Channel, path: str, end_offset: int) -> None:
-        """Bring the shadow's log up to here: on this host it has the same."""
-
-    _token: bytes | None = None
-
-    def _hello(self) -> Hello:
-        return Hello(
-            1, self._run_id, self._path.path, self._timeline, self._generation, 0, "train",
-            {k: str(v) for k, v in describe_writer().items()},
-        )  # fmt: skip
-
-    def _before_resume(self, channel: Channel, welcome: Welcome) -> None:
-        """What the shadow must have before it is told where training goes on: on this host it has it."""
-
-    def _start(self) -> None:
-        self._shadows += 1
-        command = [
-            sys.executable, "-m", "everstep.follow.serve", self._path.path, "--folder", self._folder,
-            "--interval", str(self._interval), "--idle", str(self._idle_s),
-        ]  # fmt: skip
-        if self._keep_log:
-            command.append("--keep-log")
-        for name in self._register or ():
-            command += ["--register", name]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        with open(os.path.join(self._folder, OUTPUT), "ab") as output:
-            self._shadow = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True, env=environment
-            )
-
-    def _converse(self, channel: Channel) -> None:
-        while True:
-            with contextlib.suppress(queue.Empty):
-                while True:
-                    item = self._to_send.get_nowait()
-                    if isinstance(item, FrameEntry):
-                        self._announce(channel, item)
-                    elif isinstance(item, Part):
-                        self._ship(channel, item.path, item.end_offset)
-                    else:
-                        channel.send(item, timeout=_SEND_S)
-            if self._stopping:
-                self._say_goodbye(channel)
-                return
-            poll = select.poll()
-            poll.register(channel.fileno(), select.POLLIN)
-            poll.register(self._wake_read, select.POLLIN)
-            ready = dict(poll.poll(0 if channel.has_pending() else 1000))
-            if self._wake_read in ready:
-                os.read(self._wake_read, 4096)
-            if channel.has_pending() or channel.fileno() in ready:
-                for received in channel.receive(0):
-                    self._hear(received.message)
-
-    def _hear(self, message: Message) -> None:
-        if isinstance(message, Ack):
-            self._heard_progress(message)
-        elif isinstance(message, Mismatch):
-            self._mismatch = message.text
-        elif isinstance(message, Resend):
-            self._heard_resend(message)
-        elif isinstance(message, Trouble):
-            self._say(f"everstep: {self._path.path}: shadow: {message.text}")
-
-    def _heard_resend(self, message: Resend) -> None:
-        self._needs_base = f"the shadow needs {message.why}"
-
-    def _heard_progress(self, ack: Ack) -> None:
-        self.folded = ack.folded
-        if ack.folded >= 0:
-            self._deaths = 0
+    @property
+    def open_frame(self) -> OpenFrame | None:
         with self._guard:
-            for step in [n for n in self._entries if n <= ack.folded]:
+            return self._open_frame
+
+    def heard(self, conversation: Conversation) -> None:
+        folded, proven = self.folded, min(talk.progress.proven for talk in self._talks)
+        with self._guard:
+            for step in [n for n in self._entries if n <= folded]:
                 del self._entries[step]
                 self._released = max(self._released, step)
-        if ack.proven >= 0:
-            self.proven_step = ack.proven
-        if ack.base > self._shadow_base:
-            self._follower_bases += 1
-            self._shadow_base = ack.base
-            self._heard_base(ack.base)
-        if self._lost_at is not None and ack.folded >= self._lost_at:
-            self._say(f"everstep: {self._path.path}: a new shadow holds step {ack.folded}: protected again")
-            self._lost_at = None
+        if proven >= 0:
+            self.proven_step = proven
+        for talk in self._talks:
+            if talk is not conversation:
+                talk.wake()  # what all have received may be more now
         with self._progressed:
             self._progressed.notify_all()
 
-    def _heard_base(self, step: int) -> None:
-        """The shadow has written a base into the run's folder."""
+    def heard_base(self, step: int) -> None:
+        self._follower_bases += 1
         self.base_step = max(self.base_step, step)
         self._todo.put("retain")
 
-    def _lost(self, e: Exception) -> None:
-        """The connection is gone: is the shadow?"""
-        with contextlib.suppress(Exception):
-            if self._shadow is not None:
-                self._shadow.wait(0.2)
-        folded, self.folded = self.folded, -1
-        with self._progressed:
-            self._progressed.notify_all()
-        alive = recover.is_alive(self._pid)
-        if not alive and folded > self.base_step and not self._keep_log and self._lost_at is None:
-            self._lost_at = self._durable
-            self._warning = (
-                f"{self._path.path}: the shadow (pid {self._pid}) died at step {folded}. Training goes on; until a new one "
-                f"holds the state, a failure of this process would lead back to step {self.base_step}"
-            )
-        elif alive:
-            self._say(f"everstep: {self._path.path}: the connection to the shadow was lost ({e}); connecting again")
+    def heard_mismatch(self, text: str) -> None:
+        self._mismatch = text
 
-    def _say_goodbye(self, channel: Channel) -> None:
-        with contextlib.suppress(EverstepError, OSError):
-            channel.send(Close(self._finish), timeout=_SEND_S)
-            deadline = time.monotonic() + _SEND_S
-            while time.monotonic() < deadline:
-                for received in channel.receive(0.5):
-                    if isinstance(received.message, Bye):
-                        self._said_goodbye = True
-                        return
+    def needs_base(self, why: str) -> None:
+        self._needs_base = why
+
+    def go_without(self, why: str) -> None:
+        """The log goes to disk, and bases come from the trainer, as without a shadow."""
+        self.unfit = True
+        self._register = None
+        self._log.place = self._disk
+        self.warn(why)
+        self._needs_base = "there is no shadow"
+
+    def warn(self, text: str) -> None:
+        self._warnings.append(f"{self._path.path}: {text}")
+
+    def say(self, text: str) -> None:
+        self._say(f"everstep: {self._path.path}: {text}")
 
 
 def _available_bytes() -> int:

@@ -13,6 +13,7 @@ from everstep.atoms import state_uid
 from everstep.errors import AuditError, CorruptionError
 from everstep.fold import Folder, State
 from everstep.format.documents import Manifest, StoredOptimizer
+from everstep.format.parts import Part
 from everstep.format.segment import parse_name
 from everstep.memory import strides_of
 from everstep.restore.execute import audit, load_base, open_frames
@@ -34,6 +35,8 @@ class Held:
         self._state: State | None = None
         self._base: Manifest | None = None
         self._fingerprint: dict[str, Any] = {}
+        self.part: Part | None = None
+        """Which part of the state this is; None: all of it."""
         self.complete = False
         """Whether the audit of the last step folded covered the whole state."""
 
@@ -75,7 +78,7 @@ class Held:
         self._folder().fold(state, frames)
         state.cursor = frames[-1].cursor()
         self.complete = frames[-1].footer.audit_complete
-        return audit(state, frames[-1].footer)
+        return audit(state, frames[-1].footer, is_part=state.is_part)
 
     def _folder(self) -> Folder:
         return Folder(
@@ -101,7 +104,7 @@ class Held:
             raise CorruptionError(f"generation {self.generation} has been superseded by {newest}: nothing was written")
         slots, tensors, fields = describe(state)
         writer = BaseWriter(
-            self._path.bases(self.timeline), state.step, slots, direct=direct, rank=self._path.rank
+            self._path.bases(self.timeline), state.step, slots, direct=direct, rank=self._path.rank, part=self.part
         )
         for index in writer.order:
             writer.add(tensors[index])
@@ -240,6 +243,8 @@ def describe(state: State) -> tuple[list[Slot], list[torch.Tensor], dict[str, An
         return len(slots) - 1
 
     for atom in state.layout.atoms:
+        if state.is_part and atom.uid not in state.tensors:
+            continue
         add(atom.uid, atom.role, f"{atom.owner}.{atom.name}", state.tensors[atom.uid])
     optimizers = []
     for name, optimizer in state.optimizers.items():

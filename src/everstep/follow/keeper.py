@@ -21,11 +21,12 @@ from torch.optim import Optimizer
 from everstep import background, fold
 from everstep.errors import EverstepError, HiddenEditWarning, ReplayError
 from everstep.format.documents import KeptDocument
+from everstep.format.parts import Part
 from everstep.format.segment import parse_name
 from everstep.restore.plan import line_to
 from everstep.restore.replicas import drifted
 from everstep.store import files, retention
-from everstep.store.bases import MANIFEST
+from everstep.store.bases import is_there
 from everstep.store.retention import Retention, StoredBase, StoredSegment
 from everstep.store.runs import RunPath, read_listing
 from everstep.store.segments import Segment
@@ -275,7 +276,6 @@ class Keeper:
         retention.execute(removal)
         self._removed_bytes += removal.num_bytes
 
-
     def _compare_ranks(self) -> None:
         """Whether the ranks' copies of parameters are still equal, as far as their logs tell."""
         lines = [line_to(read_listing(self._path.part(r)), self._generation) for r in range(self._world_size)]
@@ -286,12 +286,13 @@ class Keeper:
         self._compared = max(self._compared, min((max(line.frames, default=-1) for line in lines), default=-1))
 
 
-def stored(path: RunPath, timeline: int) -> tuple[list[StoredBase], list[StoredSegment]]:
-    """What a timeline's folder holds, by names and sizes only. The segment being written is not among them."""
+def stored(path: RunPath, timeline: int, part: Part | None = None) -> tuple[list[StoredBase], list[StoredSegment]]:
+    """What a timeline's folder holds (of bases, this part), by names and sizes only. The segment being written is not among
+    them."""
     found = []
     for name in files.listing(path.bases(timeline)):
         folder = os.path.join(path.bases(timeline), name)
-        if name.isdigit() and os.path.exists(os.path.join(folder, MANIFEST)):
+        if name.isdigit() and is_there(folder, part):
             size = sum(os.path.getsize(os.path.join(folder, f)) for f in files.listing(folder))
             found.append(StoredBase(int(name), size, folder))
     names = []

@@ -1,15 +1,13 @@
-"""From a shadow's memory back into a trainer: find the shadow of a run, ask what it holds, map it."""
+"""From a shadow's memory back into a trainer: find the shadow of a run on this host, ask what it holds, read it."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import ssl
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-import msgspec
 import numpy as np
 import torch
 
@@ -18,26 +16,25 @@ from everstep.fold import State
 from everstep.follow.arena import Copying, take
 from everstep.follow.serve import SOCKET
 from everstep.format import documents
-from everstep.format.documents import Manifest, StoredTensor
+from everstep.format.documents import Manifest
 from everstep.link import addresses, messages, sockets
-from everstep.link.messages import Close, Fetch, Fetched, Hello, Message
-from everstep.link.protocol import Received
+from everstep.link.messages import VERSION, Close, Fetch, Fetched, Hello, Message
 from everstep.link.sockets import Channel
-from everstep.memory import Bytes, new_pages
+from everstep.memory import Bytes
 from everstep.restore.execute import state_of
 from everstep.store import shared
 from everstep.store.bases import cursor_of
 from everstep.store.runs import RunPath
 
 _ASK_S = 5.0
-_MAX_MANIFEST_BYTES = 256 << 20
+MAX_MANIFEST_BYTES = 256 << 20
 _WAIT_S = 300.0
 """A shadow may be folding or writing a base when it is asked."""
 
 
 @dataclass
 class Offer:
-    """What a shadow of this host holds. It keeps still until release()."""
+    """What a shadow holds, or several together. One of this host keeps still until release()."""
 
     step: int
     generation: int
@@ -45,39 +42,43 @@ class Offer:
     proven: bool
     pid: int
     where: str
-    _manifest: Manifest
-    _file: str
-    _memory: Bytes
-    _channel: Channel
+    manifest: Manifest
+    file: str
+    """Which it can be read from; empty: it is in `memory`."""
+    memory: Bytes = field(default_factory=lambda: np.empty(0, np.uint8), repr=False)
+    shares: list[frozenset[int]] = field(default_factory=list)
+    """Of several shadows: the atoms that each of them has."""
+    channel: Channel | None = field(default=None, repr=False)
 
     def fetch(self, live: Mapping[int, torch.Tensor] | None = None) -> State:
         """The state, verified. With `live` (by uid) its values may come only at need_all(), to be called before release():
         from a shadow of the same host straight into the live tensors, where they fit."""
-        if self._file:
-            loading = Copying(self._manifest, self._file, live or {})
-            state = state_of(self._manifest, loading.tensors)
+        if self.file:
+            loading = Copying(self.manifest, self.file, live or {})
+            state = state_of(self.manifest, loading.tensors)
             state.loading = loading
             if live is None:
                 state.need_all()
                 state.close()
         else:
-            state = state_of(self._manifest, take(self._manifest, self._memory))
+            state = state_of(self.manifest, take(self.manifest, self.memory))
         state.cursor = self.cursor
         return state
 
     @property
     def cursor(self) -> bytes:
-        return cursor_of(self._manifest)
+        return cursor_of(self.manifest)
 
     @property
     def fingerprint(self) -> dict[str, object]:
-        return self._manifest.fingerprint
+        return self.manifest.fingerprint
 
     def release(self) -> None:
         """The shadow may go on."""
-        with contextlib.suppress(LinkError, OSError):
-            self._channel.send(Fetched(), timeout=_ASK_S)
-        self._channel.close()
+        if self.channel is not None:
+            with contextlib.suppress(LinkError, OSError):
+                self.channel.send(Fetched(), timeout=_ASK_S)
+            self.channel.close()
 
 
 def find(path: RunPath, run: str) -> Offer | None:
@@ -85,95 +86,45 @@ def find(path: RunPath, run: str) -> Offer | None:
     folder = shared.shared_folder(run, path.path)
     if not os.path.exists(os.path.join(folder, SOCKET)):
         return None
-    return find_at(f"unix://{folder}/{SOCKET}", path, run)
+    return _ask(f"unix://{folder}/{SOCKET}", path, run)
 
 
-def find_at(
-    address: str, path: RunPath, run: str, *, token: bytes | None = None, tls: ssl.SSLContext | None = None
-) -> Offer | None:
-    """What the shadow at this address holds of the run; None if nobody answers, or it holds nothing."""
-    incoming = _Incoming()
+def _ask(address: str, path: RunPath, run: str) -> Offer | None:
+    incoming = _Manifest()
     try:
-        channel = Channel(addresses.connect(address, timeout=_ASK_S, ssl_context=tls), incoming.sink)
+        channel = Channel(addresses.connect(address, timeout=_ASK_S), incoming.sink)
     except LinkClosed:
         return None
     try:
-        welcome = sockets.introduce(channel, Hello(1, run, path.path, 0, 0, 0, "fetch", {}), token)
+        welcome = sockets.introduce(channel, Hello(VERSION, run, path.path, 0, 0, 0, "fetch", {}))
         channel.send(Fetch(-1), timeout=_ASK_S)
-        waiting = list(channel.receive(_WAIT_S))
-        found = waiting.pop(0).message if waiting else None
+        waiting = channel.receive(_WAIT_S)
+        found = waiting[0].message if waiting else None
         if not isinstance(found, messages.State):
             channel.close()
             return None
-        name = f"the state that the shadow of {path.path} handed out"
-        manifest = documents.decode(bytes(incoming.meta), Manifest, name)
-        if not found.file:
-            manifest = incoming.receive(channel, manifest, waiting)
-    except LinkRefused:
-        channel.close()
-        if token is not None or tls is not None:
-            raise
-        return None
-    except LinkClosed:
+        manifest = documents.decode(bytes(incoming.data), Manifest, f"the state that the shadow of {path.path} handed out")
+    except (LinkClosed, LinkRefused):
         channel.close()
         return None
     except BaseException:
         channel.close()
         raise
-    return Offer(
-        found.step, found.generation, found.timeline, found.proven, welcome.pid, address, manifest, found.file,
-        incoming.memory, channel,
-    )  # fmt: skip
+    where = (found.step, found.generation, found.timeline)
+    return Offer(*where, found.proven, welcome.pid, address, manifest, found.file, channel=channel)
 
 
-class _Incoming:
-    """Where what a shadow sends goes: the manifest, then, from another host, the bytes of every tensor."""
+class _Manifest:
+    """Where what a shadow of this host sends goes: there is only the manifest."""
 
     def __init__(self) -> None:
-        self.meta = bytearray()
-        self.memory: Bytes = np.empty(0, np.uint8)
-        self._tensors: tuple[StoredTensor, ...] = ()
+        self.data = bytearray()
 
     def sink(self, message: Message, num_bytes: int) -> memoryview | None:
-        if isinstance(message, messages.State) and num_bytes <= _MAX_MANIFEST_BYTES:
-            self.meta = bytearray(num_bytes)
-            return memoryview(self.meta)
-        if isinstance(message, messages.Region):
-            self._lay_out()
-            if message.index < len(self._tensors):
-                stored = self._tensors[message.index]
-                if message.start + num_bytes <= stored.num_bytes:
-                    return memoryview(self.memory[stored.offset + message.start :][:num_bytes])
-        return None
-
-    def _lay_out(self) -> None:
-        """Memory for everything that the manifest names."""
-        if self._tensors or not self.meta:
-            return
-        manifest = documents.decode(bytes(self.meta), Manifest, "a state on its way")
-        offset = 0
-        found = []
-        for stored in manifest.tensors:
-            found.append(msgspec.structs.replace(stored, offset=offset))
-            offset += -(-stored.num_bytes // 64) * 64
-        self.memory = new_pages(max(offset, 1))
-        self._tensors = tuple(found)
-
-    def receive(self, channel: Channel, manifest: Manifest, waiting: list[Received]) -> Manifest:
-        """All regions; the manifest with the places where they are here."""
-        self._lay_out()
-        got = sum(len(r.payload) for r in waiting if r.payload is not None)
-        ended = any(isinstance(r.message, Fetched) for r in waiting)
-        while not ended:
-            received = channel.receive(_WAIT_S)
-            if not received:
-                raise LinkClosed("the shadow stopped sending its state")
-            for r in received:
-                ended = ended or isinstance(r.message, Fetched)
-                got += 0 if r.payload is None else len(r.payload)
-        if got != sum(t.num_bytes for t in self._tensors):
-            raise LinkError(f"the shadow sent {got} bytes of its state and then said that this was all")
-        return msgspec.structs.replace(manifest, tensors=self._tensors)
+        if not isinstance(message, messages.State) or num_bytes > MAX_MANIFEST_BYTES:
+            return None
+        self.data = bytearray(num_bytes)
+        return memoryview(self.data)
 
 
 def dismiss(path: RunPath, run: str, generation: int) -> None:
@@ -182,7 +133,7 @@ def dismiss(path: RunPath, run: str, generation: int) -> None:
     with contextlib.suppress(LinkError, OSError):
         channel = Channel(addresses.connect(f"unix://{folder}/{SOCKET}", timeout=_ASK_S), lambda m, n: None)
         with channel:
-            welcome = sockets.introduce(channel, Hello(1, run, path.path, 0, generation, 0, "train", {}))
+            welcome = sockets.introduce(channel, Hello(VERSION, run, path.path, 0, generation, 0, "train", {}))
             channel.send(Close(True), timeout=_ASK_S)
             channel.receive(_ASK_S)
         wait_for_end(welcome.pid, _ASK_S)

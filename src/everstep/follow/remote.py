@@ -17,13 +17,16 @@ import time
 from collections.abc import Callable
 
 from everstep.errors import CorruptionError, EverstepError, LinkError
+from everstep.follow import serve
 from everstep.follow.keeper import stored
 from everstep.follow.serve import Server
 from everstep.follow.shadow import MEMORY, Shadow
+from everstep.follow.shares import PartFrame, Share
 from everstep.format import records
 from everstep.format.segment import parse_name
 from everstep.link import addresses, sockets
 from everstep.link.messages import Bytes, Document, Hello, Message, Trouble
+from everstep.link.messages import Share as ShareMessage
 from everstep.link.sockets import Channel
 from everstep.store import files, retention, shared
 from everstep.store.retention import Retention
@@ -33,10 +36,14 @@ from everstep.store.segments import FrameEntry, StoredFrame
 _ASK_S = 10.0
 _MAX_DOCUMENT_BYTES = 64 << 20
 _MAX_PART_BYTES = 64 << 20
+_MAX_SHARE_BYTES = 8 << 20
+_MAX_SEGMENT_BYTES = 1 << 42
 _DOCUMENTS = re.compile(
     r"run\.json|timelines/\d{4,}/(timeline\.json|generations/\d{6,}\.json|layouts/[0-9a-f]{16}\.json)"
 )
-_BASE_FILES = re.compile(r"base/(\d{4,})/(\d{12,})/(manifest\.json|rank-\d{5}\.safetensors)")
+_BASE_FILES = re.compile(
+    r"base/(\d{4,})/(\d{12,})/(manifest\.json|rank-\d{5}\.safetensors|part-\d{5}-of-\d{5}\.(?:json|safetensors))"
+)
 
 
 class Inbox:
@@ -56,6 +63,8 @@ class Inbox:
         """Bytes of it received; and of these, the bytes of frames that are right."""
         self._asked_again = False
         self._is_new = False
+        self._share: Share | None = None
+        """The atoms of which log bytes come; None: all. Then there are gaps between these bytes."""
         self._base: dict[str, int] = {}
         self._last_steps: dict[str, int] = {}
         self._lock = threading.Lock()
@@ -72,6 +81,15 @@ class Inbox:
             self._asked_again = False
             self._file.truncate(self._got)  # what was under way when the connection was cut
             return f"{MEMORY}/{self._name}", self._got
+
+    def keep_share(self, share: Share | None, *, grown: bool) -> None:
+        with self._lock:
+            if not grown:
+                self._drop()
+                for place in self._places.values():
+                    place.close()
+                self._places.clear()
+            self._share = share
 
     def _drop(self) -> None:
         """Of a dead generation nothing more will come; what was not folded is of no use."""
@@ -91,6 +109,8 @@ class Inbox:
         if isinstance(message, Document):
             fits = num_bytes <= _MAX_DOCUMENT_BYTES and _DOCUMENTS.fullmatch(message.name)
             return memoryview(bytearray(num_bytes)) if fits else None
+        if isinstance(message, ShareMessage):
+            return memoryview(bytearray(num_bytes)) if num_bytes <= _MAX_SHARE_BYTES else None
         if not isinstance(message, Bytes) or not 0 < num_bytes <= _MAX_PART_BYTES:
             return None
         if _BASE_FILES.fullmatch(message.segment):
@@ -110,6 +130,8 @@ class Inbox:
             if name != self._name or message.offset != self._got:
                 return memoryview(bytearray(num_bytes))  # sent before the other end heard of the damage: it comes again
         elif name != self._name:
+            if os.path.join(memory.folder, name) in self._last_steps:
+                return memoryview(bytearray(num_bytes))  # said twice
             if message.offset or memory.num_bytes() + num_bytes > self._max_bytes:
                 return None
             if self._file is not None:
@@ -120,16 +142,19 @@ class Inbox:
             self._file, self._name, self._got, self._good = memory.create(path), name, 0, 0
         elif message.offset < self._got:
             return memoryview(bytearray(num_bytes))  # said twice
-        if message.offset != self._got or message.offset + num_bytes > self._max_bytes:
-            return None
         assert self._file is not None
+        if message.offset != self._got and self._share is None:
+            return None
+        if message.offset + num_bytes > _MAX_SEGMENT_BYTES or self._file.used_bytes + num_bytes > self._max_bytes:
+            return None
         self._is_new = True
         self._file.truncate(message.offset)
         return memoryview(self._file.reserve(num_bytes))
 
     def _place(self) -> shared.MemoryPlace:
         if self._timeline not in self._places:
-            self._places[self._timeline] = shared.MemoryPlace(shared.log_folder(self._folder, self._timeline))
+            folder = shared.log_folder(self._folder, self._timeline)
+            self._places[self._timeline] = shared.MemoryPlace(folder, sparse=self._share is not None)
         return self._places[self._timeline]
 
     def take(self, message: Bytes | Document, payload: memoryview | None) -> None:
@@ -142,8 +167,8 @@ class Inbox:
             return
         with self._lock:
             # Room may have been made for it before a frame ahead of it was found to be damaged.
-            if self._is_new and message.segment == f"{MEMORY}/{self._name}" and message.offset == self._got:
-                self._got += len(payload)
+            if self._is_new and message.segment == f"{MEMORY}/{self._name}" and message.offset >= self._got:
+                self._got = message.offset + len(payload)
                 self._asked_again = False
 
     def _document(self, name: str, data: bytes) -> None:
@@ -163,7 +188,7 @@ class Inbox:
         found = _BASE_FILES.fullmatch(message.segment)
         assert found is not None
         folder = os.path.join(self._path.bases(int(found[1])), found[2])
-        if found[3] == "manifest.json":
+        if found[3].endswith(".json"):
             for name in self._base:
                 files.sync_file(os.path.join(folder, name))
             self._base.clear()
@@ -192,7 +217,10 @@ class Inbox:
             assert parsed is not None
             try:
                 seed = records.seed_of(bytes.fromhex(self._run), parsed[0], 0, parsed[1])
-                StoredFrame(entry, shared.MappedReader(entry.path), seed).check_payloads()
+                reader = shared.MappedReader(entry.path)
+                share = self._share
+                frame = StoredFrame(entry, reader, seed) if share is None else PartFrame(entry, reader, seed).of(share)
+                frame.check_payloads()
             except (CorruptionError, OSError, ValueError) as e:
                 return self._again(str(e))
             self._good = entry.end_offset
@@ -208,7 +236,7 @@ class Inbox:
     @property
     def good(self) -> tuple[str, int]:
         """The segment that is being received, and up to where all is right."""
-        return f"{MEMORY}/{self._name}", self._good
+        return f"{MEMORY}/{self._name}" if self._name else "", self._good
 
     def release(self, folded: int) -> None:
         """The shadow has folded so far: memory of older segments is used again."""
@@ -233,6 +261,7 @@ class _Hosted:
     ) -> None:
         folder = shared.shared_folder(run, path.path)
         shared.make_private(folder)
+        self._lock = serve.claim(folder)
         self.shadow = Shadow(path, folder, run=run, base_interval=interval, idle_s=idle_s, sweeps=False, say=say)
         self.inbox = Inbox(path, folder, run, max_bytes)
         self.server = Server(self.shadow, run, self.inbox)
@@ -257,13 +286,14 @@ class _Hosted:
             self.inbox.close()
             if self.shadow.is_stored or self.shadow.is_dismissed:
                 shutil.rmtree(self.shadow.folder, ignore_errors=True)
+            os.close(self._lock)
 
     def _retain(self) -> None:
         """Two bases are enough here: the history is the trainer's."""
         base = self.shadow.progress.base
-        if base > self._retained:
+        if base > self._retained and not self.shadow.is_leaving:
             self._retained = base
-            bases, _ = stored(self._path, self.shadow.timeline)
+            bases, _ = stored(self._path, self.shadow.timeline, self.shadow.part)
             retention.execute(retention.plan_removal(Retention(bases=2), bases, [], base))
 
 
@@ -320,13 +350,15 @@ class Host:
             found = self._runs.get(hello.run)
             if found is None or not found.thread.is_alive():
                 path = RunPath(os.path.join(self._folder, hello.run))
-                if hello.purpose != "train":
+                if hello.purpose != "train" and not path.exists():
                     return None
                 found = self._runs[hello.run] = _Hosted(
                     path, hello.run, interval=self._interval, max_bytes=self._max_bytes, idle_s=self._idle_s,
                     say=lambda text: self._say(f"{hello.run[:8]} {text}"),
                 )  # fmt: skip
-            return found
+        if hello.purpose == "fetch":
+            found.shadow.stand_up()
+        return found
 
     def close(self) -> None:
         """Every shadow leaves a base and ends."""

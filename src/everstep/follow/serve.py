@@ -20,9 +20,12 @@ import threading
 import time
 from typing import Any, Protocol
 
+import numpy as np
+
 from everstep.background import give_way
 from everstep.errors import EverstepError, LinkError
 from everstep.follow.shadow import DISK, MEMORY, Handout, Progress, Shadow
+from everstep.follow.shares import Share
 from everstep.link import addresses, sockets
 from everstep.link.auth import ServerHandshake
 from everstep.link.messages import (
@@ -45,6 +48,7 @@ from everstep.link.messages import (
     Trouble,
 )
 from everstep.link.messages import Bytes as LogBytes
+from everstep.link.messages import Share as ShareMessage
 from everstep.link.protocol import Received
 from everstep.link.sockets import Channel
 from everstep.store import files, shared
@@ -55,6 +59,8 @@ SOCKET = "shadow.sock"
 LOCK = "shadow.lock"
 OUTPUT = "shadow.log"
 REGION_BYTES = 4 << 20
+MAX_SHADOWS = 1024
+"""That share a run's atoms."""
 _REGION_S = 60.0
 _TELL_S = 2.0
 """A trainer that does not listen for so long is let go; it connects again."""
@@ -85,6 +91,10 @@ class Receiver(Protocol):
         """The payload of this message is complete."""
         ...
 
+    def keep_share(self, share: Share | None, *, grown: bool) -> None:
+        """Only what these atoms need will be sent from here on. Unless the share has `grown`, what was sent is of no use."""
+        ...
+
 
 class Server:
     """Connections to one Shadow."""
@@ -96,6 +106,7 @@ class Server:
         """For trainers on other hosts."""
         self._lock = threading.Lock()
         self._trainer: Channel | None = None
+        self._has_share = False
         self._trainer_generation = self._trainer_timeline = 0
         self._began = time.time()
         shadow.tell = self._tell
@@ -154,6 +165,7 @@ class Server:
     # -- a trainer ----------------------------------------------------------------------------------------------------
 
     def _train(self, channel: Channel) -> None:
+        self._has_share = False
         while True:
             for received in channel.receive():
                 self._hear(channel, received)
@@ -174,7 +186,12 @@ class Server:
             shadow.frame(entry, message.watermark)
         elif self._receiver is not None and isinstance(message, (LogBytes, Document)):
             self._receiver.take(message, received.payload)
+        elif self._receiver is not None and isinstance(message, ShareMessage):
+            assert received.payload is not None
+            self._keep_share(message, received.payload)
         elif isinstance(message, Resume):
+            if self._receiver is not None and not self._has_share:  # a trainer with one shadow
+                self._receiver.keep_share(None, grown=shadow.keep_share(None, None, 0))
             shadow.resume(message.timeline, message.generation, message.step)
         elif isinstance(message, Close):
             if message.finish:
@@ -182,6 +199,15 @@ class Server:
             channel.send(Bye(), timeout=_TELL_S)
         else:
             raise LinkError(f"a trainer does not say {type(message).__name__} here")
+
+    def _keep_share(self, message: ShareMessage, payload: memoryview) -> None:
+        if not (message.index < message.count <= MAX_SHADOWS and message.interval and len(payload) % 8 == 0):
+            raise LinkError(f"{message} is no share of a run's atoms")
+        share = frozenset(np.frombuffer(payload, "<u8").tolist())
+        assert self._receiver is not None
+        grown = self._shadow.keep_share((message.index, message.count), share, message.interval)
+        self._receiver.keep_share(share, grown=grown)
+        self._has_share = True
 
     def _segment(self, name: str) -> str:
         """The file that a trainer of this host means: in memory or on disk, never elsewhere."""
@@ -198,7 +224,7 @@ class Server:
         if channel is None:
             return
         message: Message
-        if kind == "progress":
+        if kind in ("progress", "received"):
             p: Progress = value
             message = Ack(p.received, p.folded, p.base, p.durable, p.proven)
         elif kind == "mismatch":
@@ -219,7 +245,7 @@ class Server:
             if not isinstance(received.message, Fetch):
                 raise LinkError(f"Fetch was expected, not {type(received.message).__name__}")
             try:
-                handout: Handout = self._shadow.hand_out()
+                handout: Handout = self._shadow.hand_out(received.message.step)
             except EverstepError as e:
                 channel.send(Trouble(str(e)))
                 return
@@ -229,21 +255,24 @@ class Server:
                         handout.step, handout.generation, handout.timeline, handout.proven,
                         handout.file if self._receiver is None else "", handout.num_bytes,
                     ),
-                    memoryview(handout.manifest),
+                    memoryview(handout.manifest if received.message.stream == 0 else b""),
                 )  # fmt: skip
                 if self._receiver is not None:
-                    self._send_regions(channel, handout)
+                    self._send_regions(channel, handout, received.message)
                 done = channel.receive(600.0)
                 if not done or not isinstance(done[0].message, Fetched):
                     raise LinkError("the state that was handed out was not acknowledged")
             finally:
                 handout.done()
 
-    def _send_regions(self, channel: Channel, handout: Handout) -> None:
-        """The state itself, for a trainer that cannot map it."""
+    def _send_regions(self, channel: Channel, handout: Handout, asked: Fetch) -> None:
+        """The state itself, for a trainer that cannot map it; what this stream has of it, if there are several."""
+        number = 0
         for index, memory in enumerate(handout.regions()):
             for start in range(0, len(memory), REGION_BYTES):
-                channel.send(Region(index, start), memory[start : start + REGION_BYTES], timeout=_REGION_S)
+                if number % asked.num_streams == asked.stream:
+                    channel.send(Region(index, start), memory[start : start + REGION_BYTES], timeout=_REGION_S)
+                number += 1
         channel.send(Fetched(), timeout=_REGION_S)
 
     def _status(self, channel: Channel) -> None:
@@ -256,10 +285,24 @@ class Server:
         return {
             "pid": os.getpid(), "run": self._run, "path": self._shadow.path.path, "timeline": self._shadow.timeline,
             "generation": self._shadow.generation, "trainer": self._trainer is not None, "received": p.received,
-            "folded": p.folded, "base": p.base, "durable": p.durable, "proven": p.proven,
+            "part": self._shadow.part, "folded": p.folded, "base": p.base, "durable": p.durable, "proven": p.proven,
             "rss_kb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, "cpu_s": time.process_time(),
             "up_s": time.time() - self._began,
         }  # fmt: skip
+
+
+def claim(folder: str) -> int:
+    """Take a run's folder in memory for a shadow of this process, without what a dead one has left; its lock."""
+    lock = os.open(os.path.join(folder, LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        raise LinkError("another shadow of this run is there already") from None
+    for name in files.listing(folder):
+        if name.startswith("state-"):  # of a shadow that was killed
+            os.unlink(os.path.join(folder, name))
+    return lock
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -284,15 +327,11 @@ def main(argv: list[str] | None = None) -> int:
         module, _, qualname = name.partition(":")
         register(getattr(importlib.import_module(module), qualname))
     shared.make_private(args.folder)
-    lock = os.open(os.path.join(args.folder, LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        print("another shadow of this run is there already", flush=True)
+        claim(args.folder)
+    except LinkError as e:
+        print(e, flush=True)
         return 1
-    for name in files.listing(args.folder):
-        if name.startswith("state-"):  # of a shadow that was killed
-            os.unlink(os.path.join(args.folder, name))
     path = RunPath(args.run)
     run = path.read_run().run
     shadow = Shadow(

@@ -1,6 +1,8 @@
 """The eager follower: folds each frame as it arrives, holds the newest state in shared memory, writes the bases.
 
 One thread (run()) owns the state; connections give it work and are told how far it is. It outlives its trainer.
+
+Of several shadows each keeps a share of the atoms, and folds only what all have received: so that all can serve one step.
 """
 
 from __future__ import annotations
@@ -15,18 +17,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from everstep.errors import CorruptionError, EverstepError, StorageError
+from everstep.errors import CorruptionError, EverstepError, StepNotFoundError, StorageError
 from everstep.fold import State
 from everstep.follow.arena import Home
 from everstep.follow.compact import Held, describe
+from everstep.follow.shares import PartFrame, Share
 from everstep.format import documents, records
 from everstep.format.documents import Manifest, StoredTensor
+from everstep.format.parts import Part
 from everstep.format.segment import parse_name
 from everstep.frame import Update
 from everstep.restore.execute import check_chain
 from everstep.restore.plan import Line, line_of
 from everstep.store import files, shared
-from everstep.store.bases import MANIFEST, base_folder
+from everstep.store.bases import base_folder, is_there, only_part
 from everstep.store.runs import RunPath, read_listing
 from everstep.store.segments import FrameEntry, Segment, StoredFrame
 
@@ -37,6 +41,8 @@ AT_ONCE_FRAMES = 2
 """So many are waited for: folded together they take the state through memory once, and one look at its hashes."""
 _PATIENCE_S = 0.5
 """A frame that stays alone is folded after so long."""
+_MAX_WAITING_BASES = 8
+_STAND_UP_S = 300.0
 
 
 @dataclass
@@ -112,14 +118,21 @@ class Shadow:
         self.timeline = self.generation = 0
         self.watermark = -1
         """Frames above this step wait: other shadows do not have them yet. Without others it is what has been received."""
+        self._part: Part | None = None
+        self._share: Share | None = None
+        """The atoms that this shadow keeps; None: all."""
+        self._atoms: Share = frozenset()
+        """Those that it holds or is about to."""
+        self._default_interval = base_interval
         self.progress = Progress()
         self.attached = False
         """Whether a trainer is connected."""
         self._since = time.monotonic()
-        self._ending = False
+        self._ending = self.is_leaving = False
+        """It will end, or is about to."""
         self.is_dismissed = False
         self.tell: Callable[[str, Any], None] = lambda kind, value: None
-        """Set by the server: ("progress" | "mismatch" | "trouble" | "needs base", value)."""
+        """Set by the server: ("progress" | "received" | "mismatch" | "trouble" | "needs base", value)."""
 
     # -- called by connections ----------------------------------------------------------------------------------------
 
@@ -141,6 +154,30 @@ class Shadow:
             self.progress.received = max(self.progress.received, entry.step)
             self.watermark = max(self.watermark, watermark)
             self._work.notify_all()
+        if entry.step > self.watermark:
+            self.tell("received", self.progress)  # others wait for this
+
+    def keep_share(self, part: Part | None, share: Share | None, interval: int) -> bool:
+        """This is one of several shadows, which keeps these atoms and writes bases at multiples of `interval`; or it is the
+        only one (None). Whether what it holds and has received is still of use."""
+        with self._work:
+            grown = self._part == part and (share is None or self._atoms <= share)
+            self._part, self._share = part, share
+            self._interval = interval or self._default_interval
+            if not grown:
+                self._entries, self._early = {}, {}
+                self._atoms = share or frozenset()
+        if not grown:
+            self.do(self._forget)
+        return grown
+
+    @property
+    def share(self) -> Share | None:
+        return self._share
+
+    @property
+    def part(self) -> Part | None:
+        return self._part
 
     def trainer_gone(self) -> None:
         """The connection was lost: whatever it has left complete in the log is folded."""
@@ -152,17 +189,21 @@ class Shadow:
         """A trainer goes on from this step in this generation, or has written a base of it."""
         self.do(lambda: self._resume(timeline, generation, step))
 
-    def hand_out(self) -> Handout:
-        """The newest state. Waits for the fold that is under way."""
+    def hand_out(self, step: int = -1) -> Handout:
+        """The newest state, or that of a step which all shadows have. Waits for the fold that is under way."""
         found: list[Handout | Exception] = []
         ready = threading.Event()
 
         def job() -> None:
             try:
-                if not self.attached:
+                if step >= 0:
+                    self._go_to(step)
+                elif not self.attached:
                     self._read_the_rest()
                     self._fold_all()
                 found.append(self._hand_out())
+            except StepNotFoundError as e:
+                found.append(e)
             except Exception as e:
                 found.append(e)
                 self._failed(e)
@@ -174,6 +215,19 @@ class Shadow:
         if isinstance(found[0], Exception):
             raise found[0]
         return found[0]
+
+    def stand_up(self) -> None:
+        """Hold the newest base that this shadow's folder has, for whoever asks before a trainer comes."""
+        done = threading.Event()
+
+        def job() -> None:
+            try:
+                self._stand_up()
+            finally:
+                done.set()
+
+        self.do(job)
+        done.wait(_STAND_UP_S)
 
     def end(self, *, base: bool) -> None:
         """Stop; `base`: after a base of the last step has been written. Else the trainer has no more need of it."""
@@ -258,13 +312,17 @@ class Shadow:
     def _fold(self, at_most: int) -> None:
         held = self._held
         assert held is not None and held.step is not None
+        if self._part is not None:
+            at_most = min(at_most, self._interval - held.step % self._interval)  # all write bases of the same steps
         entries: list[FrameEntry] = []
         while len(entries) < at_most and held.step + len(entries) < self.watermark:
             entry = self._entries.get(held.step + len(entries) + 1)
             if entry is None:
                 break
             entries.append(entry)
-        frames = [StoredFrame(e, self._reader(e), self._seed(e)) for e in entries]
+        if not entries:
+            return  # they have been taken back meanwhile
+        frames = [self._frame(e) for e in entries]
         check_chain(frames)
         self._read_in_place(frames)
         before = held.step
@@ -287,8 +345,17 @@ class Shadow:
             self.progress.proven = last
         with self._work:
             for entry in entries:
-                del self._entries[entry.step]
+                self._entries.pop(entry.step, None)
+        if self._share is not None:
+            self._atoms = frozenset(held.state.tensors)
+            self._drop_readers(lambda path: True)  # their files are not used again
         self.tell("progress", self.progress)
+
+    def _frame(self, entry: FrameEntry) -> StoredFrame:
+        share = self._share
+        if share is None:
+            return StoredFrame(entry, self._reader(entry), self._seed(entry))
+        return PartFrame(entry, self._reader(entry), self._seed(entry)).of(share)
 
     def _reader(self, entry: FrameEntry) -> shared.MappedReader | files.Reader:
         """The segment's reader; mapped once for as long as its file is used again under other names."""
@@ -357,7 +424,8 @@ class Shadow:
             self.progress.durable = entry.step
 
     def _base_if_due(self) -> None:
-        if self.progress.folded - self.progress.base >= self._interval:
+        since = self.progress.folded - self.progress.base
+        if since >= self._interval or (self._part is not None and since and self.progress.folded % self._interval == 0):
             self._base()
 
     def _base(self) -> None:
@@ -388,7 +456,7 @@ class Shadow:
             return  # a dead trainer's
         held = self._held
         if generation == self.generation:
-            if os.path.exists(os.path.join(base_folder(self.path.bases(timeline), step), MANIFEST)):
+            if is_there(base_folder(self.path.bases(timeline), step), self._part):
                 self.progress.base = max(self.progress.base, step)
             if held is None:
                 self._from_base()
@@ -397,7 +465,8 @@ class Shadow:
             self.timeline, self.generation = timeline, generation
             self._entries = {n: e for n, e in self._early.items() if e.generation == generation}
             self._early = {}
-            self.progress.received = self.watermark = max([step, *self._entries])
+            self.progress.received = max([step, *self._entries])
+            self.watermark = self.progress.received if self._part is None else step
         self._fingerprint = {}
         self._drop_readers(lambda path: True)
         if held is not None and held.step == step:
@@ -411,7 +480,7 @@ class Shadow:
         self.tell("progress", self.progress)
 
     def _line(self) -> Line:
-        line = line_of(read_listing(self.path))
+        line = line_of(read_listing(self.path, self._part))
         if line.newest.generation != self.generation:
             raise CorruptionError(f"generation {self.generation} has been superseded by {line.newest.generation}")
         return line
@@ -420,8 +489,9 @@ class Shadow:
         """Hold the newest base from which the log leads to its end; if there is none, ask for one."""
         line = self._line()
         self._fingerprint = line.newest.fingerprint
-        known = {**line.frames, **self._entries}
-        newest = max([self.progress.received, *known])
+        with self._work:  # frames go on arriving
+            known = {**line.frames, **self._entries}
+            newest = max([self.progress.received, *known])
         for base in sorted(line.bases, reverse=True):
             n = base
             while n + 1 in known:
@@ -431,24 +501,68 @@ class Shadow:
         else:
             self.tell("needs base", newest)
             return
-        held = Held(self.path, self.timeline, self.generation, num_workers=self._num_workers)
-        held.load(line, base)
-        self._home.settle(held.state)
-        self._held = held
-        self.progress.base, self.progress.folded = max(line.bases), base
+        self._load(line, base)
         with self._work:
             known.update(self._entries)  # what has arrived meanwhile
-            newest = max(newest, *known) if known else newest
+            newest = max([newest, base, *known])
             self._entries = {n: e for n, e in known.items() if n > base}
             self.progress.received = newest
-            self.watermark = max(self.watermark, newest)
+            self.watermark = max(self.watermark, newest if self._part is None else base)
         self._say(f"holds step {base} of {self.path.path}")
         self.tell("progress", self.progress)
 
-    def _read_the_rest(self) -> None:
-        """Frames that a trainer which is gone had finished but not announced."""
+    def _stand_up(self) -> None:
+        if self._held is not None or self.attached or self.generation:
+            return
+        timelines = [int(name) for name in files.listing(self.path.timelines()) if name.isdigit()]
+        bases = [os.path.join(self.path.bases(n), name) for n in timelines for name in files.listing(self.path.bases(n))]
+        part = only_part(bases)
+        line = line_of(read_listing(self.path, part))
+        if not line.bases:
+            return
+        base = max(line.bases)
+        self.timeline, self.generation = line.newest.timeline, line.newest.generation
+        self._part, self._fingerprint = part, line.newest.fingerprint
+        if part is not None:
+            self._share = frozenset(t.uid for t in line.bases[base][0].tensors if t.role in ("param", "buffer"))
+        self._load(line, base)
+        self.progress.received = self.watermark = base
+        self._say(f"holds step {base} of {self.path.path}, from disk")
+
+    def _load(self, line: Line, base: int) -> None:
+        held = Held(self.path, self.timeline, self.generation, num_workers=self._num_workers)
+        held.part = self._part
+        held.load(line, base)
+        self._home.settle(held.state)
+        self._held, self._given = held, None
+        self._atoms = frozenset(held.state.tensors)
+        self.progress.base, self.progress.folded = max(line.bases), base
+
+    def _go_to(self, step: int) -> None:
+        """Hold the state of a step that all shadows can have: by frames that were not folded yet, or from a base."""
         held = self._held
-        if held is None or held.step is None or self.attached:
+        if held is None or held.step is None:
+            raise StepNotFoundError("this shadow holds no state yet")
+        if held.step > step:
+            line = self._line()
+            if step not in line.bases:
+                raise StepNotFoundError(f"this shadow is at step {held.step} and has no base of step {step}")
+            self._load(line, step)
+            with self._work:
+                self._entries = {}
+                self.progress.received = self.watermark = step
+            return
+        with self._work:
+            self.watermark = max(self.watermark, step)
+        while held.step is not None and held.step < step and self._can_fold():
+            self._fold(min(_BATCH_FRAMES, step - held.step))
+        if held.step != step:
+            raise StepNotFoundError(f"this shadow can go to step {held.step}, and not to {step}")
+
+    def _read_the_rest(self) -> None:
+        """Frames that a trainer which is gone had finished but not announced. (Of several shadows, each has what it has.)"""
+        held = self._held
+        if held is None or held.step is None or self.attached or self._part is not None:
             return
         found = dict(self._entries)
         folder = shared.log_folder(self.folder, self.timeline)
@@ -472,7 +586,7 @@ class Shadow:
 
     def _is_whole(self, entry: FrameEntry) -> bool:
         try:
-            StoredFrame(entry, self._reader(entry), self._seed(entry)).check_payloads()
+            self._frame(entry).check_payloads()
         except (CorruptionError, OSError):
             return False
         return True
@@ -480,7 +594,7 @@ class Shadow:
     def _hand_out(self) -> Handout:
         held = self._held
         if held is None or held.step is None:
-            raise CorruptionError("this shadow holds no state yet")
+            raise StepNotFoundError("this shadow holds no state yet")
         state = held.state
         given = self._describe()
         self._handed_out += 1
@@ -510,7 +624,7 @@ class Shadow:
             manifest = Manifest(
                 run=self._run, timeline=self.timeline, generation=self.generation, step=state.step, layout=state.layout,
                 tensors=stored, files={}, cursor=base64.b64encode(state.cursor).decode(), audit="folded",
-                fingerprint=self._fingerprint, **fields,
+                fingerprint=self._fingerprint, part=self._part, **fields,
             )  # fmt: skip
             encoded = documents.encode(manifest)
             given = self._given = _Given(state, self._given_key(state), encoded, file, num_bytes, stored)
@@ -520,6 +634,7 @@ class Shadow:
         """Leave a base and stop. If that fails and it `can_wait`, what is held stays in memory and is tried again later."""
         if self._ending:
             return
+        self.is_leaving = True
         try:
             if base and self._held is not None:
                 if not self.attached:
@@ -527,12 +642,25 @@ class Shadow:
                 self._fold_all()
                 with contextlib.suppress(CorruptionError):  # superseded: another trainer has it now
                     self._base()
+                    self._base_what_waits()
         except (EverstepError, OSError) as e:
             self._say(f"no base could be left at step {self.progress.folded}: {type(e).__name__}: {e}")
             if can_wait and os.path.isdir(self.path.path):
                 self._since = time.monotonic()
+                self.is_leaving = False
                 return
         self._ending = True
+
+    def _base_what_waits(self) -> None:
+        """One of several may not have heard how far the others are: bases of what it was to hold next, so that all have one
+        step in common."""
+        for _ in range(_MAX_WAITING_BASES):
+            held = self._held
+            if self._part is None or held is None or held.step is None or held.step + 1 not in self._entries:
+                return
+            self.watermark = held.step + 1
+            self._fold(1)
+            self._base()
 
     def _close(self) -> None:
         self._drop_readers(lambda path: True)

@@ -126,6 +126,8 @@ class Manifest(msgspec.Struct):
     """File name -> bytes."""
     carried: tuple[tuple[int, int], ...] = ()
     """(parameter uid, index in `tensors`): gradients that the next backward adds to; -1: zeros, -2: could not be stored."""
+    part: tuple[int, int] | None = None
+    """(index, count) of a part that holds only some of the atoms; None: the whole."""
     audit: str = ""
     """`trainer` (taken from live state) or `folded` (by a follower, every audit passed)."""
     fingerprint: dict[str, Any] = {}

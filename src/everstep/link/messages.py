@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from everstep.errors import LinkError
 
-VERSION = 1
+VERSION = 2
 """Of this vocabulary. Fields may be added to it without a new number: readers skip those they do not know."""
 
 NONCE_BYTES = 32
@@ -109,6 +109,17 @@ class Document(msgspec.Struct, frozen=True, tag=str.lower):
     name: Name
 
 
+class Share(msgspec.Struct, frozen=True, tag=str.lower):
+    """This server is number `index` of `count` shadows, each of which keeps some of the atoms.
+
+    Payload: the uids of those that it keeps, 8 bytes each. Interval: it writes a base at steps that are multiples of this.
+    """
+
+    index: Count
+    count: Count
+    interval: Count
+
+
 class Resume(msgspec.Struct, frozen=True, tag=str.lower):
     """The trainer goes on from this step in a new generation."""
 
@@ -149,9 +160,11 @@ class Trouble(msgspec.Struct, frozen=True, tag=str.lower):
 
 
 class Fetch(msgspec.Struct, frozen=True, tag=str.lower):
-    """Hand out the state at this step; -1 for the latest."""
+    """Hand out the state at this step; -1 for the latest. Of its bytes, those that are this stream's of so many."""
 
     step: Step
+    stream: Count = 0
+    num_streams: Annotated[int, Meta(ge=1, le=_MAX)] = 1
 
 
 class State(msgspec.Struct, frozen=True, tag=str.lower):
@@ -198,13 +211,13 @@ class Bye(msgspec.Struct, frozen=True, tag=str.lower):
 
 Message = (
     Hello | Challenge | Proof | Welcome | Refused
-    | Bytes | Frame | Document | Resume | Ack | Resend | Mismatch | Trouble
+    | Bytes | Frame | Document | Share | Resume | Ack | Resend | Mismatch | Trouble
     | Fetch | State | Region | Fetched | Status | StatusReply | Close | Bye
 )  # fmt: skip
 
 HANDSHAKE = (Hello, Challenge, Proof, Welcome, Refused)
 """The only messages there are before the handshake is finished. Of these only Refused may come later."""
-PAYLOADS = (Bytes, Document, State, Region)
+PAYLOADS = (Bytes, Document, Share, State, Region)
 """The only messages that may be followed by a payload."""
 
 _ENCODER = msgspec.msgpack.Encoder()

@@ -268,7 +268,10 @@ def state_of(manifest: Manifest, tensors: list[torch.Tensor]) -> State:
         if index >= -1
     }
     lost = {uid for uid, index in manifest.carried if index == -2}
-    return State(manifest.step, manifest.layout, atoms, optimizers, carried, lost, bases.cursor_of(manifest))
+    return State(
+        manifest.step, manifest.layout, atoms, optimizers, carried, lost, bases.cursor_of(manifest),
+        is_part=manifest.part is not None,
+    )  # fmt: skip
 
 
 def audited_tensors(state: State) -> dict[int, tuple[str, torch.Tensor]]:

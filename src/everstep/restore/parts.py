@@ -57,7 +57,7 @@ class PartFrame:
 
     def __post_init__(self) -> None:
         self.step = self.frame.step
-        self.ops: tuple[Op, ...] = tuple(op for whole in self.frame.ops for op in _part_of(whole, self.uids))
+        self.ops: tuple[Op, ...] = tuple(op for whole in self.frame.ops for op in part_of_op(whole, self.uids))
 
     @property
     def entry(self) -> FrameEntry:
@@ -77,7 +77,8 @@ class PartFrame:
         return self.frame.begin(wanted, scratch)
 
 
-def _part_of(op: Op, uids: Set[int]) -> list[Op]:
+def part_of_op(op: Op, uids: Set[int]) -> list[Op]:
+    """What an operation does to these atoms: itself, less of it, or nothing."""
     if isinstance(op, Update):
         return [structs.replace(op, grads=tuple(g for g in op.grads if g.uid in uids))]
     if isinstance(op, SetGroups):

@@ -117,9 +117,16 @@ class Line:
             if self.problems:
                 raise CorruptionError(f"{self.listing.path.path}: nothing can be restored: {self._why()}")
             raise NothingToRestoreError(
-                f"{self.listing.path.path} holds no restorable step yet: its first base was not finished"
+                f"{self.listing.path.path} holds no restorable step yet: its first base was not finished{self._partial()}"
             )
         return steps[-1]
+
+    def _partial(self) -> str:
+        """Bases that are not whole, for people."""
+        found = [text for n in self.timelines for text in self.listing.timelines[n].partial]
+        if not found:
+            return ""
+        return f". There are parts of bases ({'; '.join(found)}): put the folders of all shadows of the run together"
 
     def _why(self) -> str:
         return "; ".join(self.problems) if self.problems else "their files are gone"
@@ -142,8 +149,8 @@ class Line:
         steps = self.steps()
         message = f"step {step} cannot be restored from {self.listing.path.path}"
         if step in self.missing() or (self.problems and not steps):
-            raise CorruptionError(f"{message}: {self._why()}. {_can_restore(steps)}")
-        raise StepNotFoundError(f"{message}. {_can_restore(steps)}")
+            raise CorruptionError(f"{message}: {self._why()}. {_can_restore(steps)}{self._partial()}")
+        raise StepNotFoundError(f"{message}. {_can_restore(steps)}{self._partial()}")
 
 
 def _can_restore(steps: list[int]) -> str:

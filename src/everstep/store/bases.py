@@ -1,5 +1,7 @@
 """Bases: S(t) in full. One safetensors file a rank, then a manifest; with the manifest the base exists.
 
+Shadows that share a run's atoms write a base in parts, a file and a manifest each; it exists when all of these do.
+
 Other tools can open the safetensors file; checksums, strides, dtypes that safetensors lacks and everything that is not a
 tensor are in the manifest.
 """
@@ -11,8 +13,9 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -23,12 +26,14 @@ import xxhash
 
 from everstep.atoms import PIECE_ELEMENTS
 from everstep.errors import CorruptionError
-from everstep.format import documents
+from everstep.format import documents, parts
 from everstep.format.documents import Manifest, StoredTensor
+from everstep.format.parts import Part
 from everstep.memory import Bytes, Scratch, dtype_name, dtype_named, is_aligned, new_pages, plain, typed, view_bytes
 from everstep.store import files
 
 MANIFEST = "manifest.json"
+_PART = re.compile(r"part-(\d{5})-of-(\d{5})\.json")
 _READ_BYTES = 4 << 20
 _CHUNK_BYTES = 2 << 20
 """What a piece waits for is little more than itself."""
@@ -80,21 +85,31 @@ def base_folder(bases: str, step: int) -> str:
     return os.path.join(bases, f"{step:012d}")
 
 
+def manifest_name(part: Part | None) -> str:
+    return MANIFEST if part is None else f"part-{part[0]:05d}-of-{part[1]:05d}.json"
+
+
+def part_file(part: Part) -> str:
+    return f"part-{part[0]:05d}-of-{part[1]:05d}.safetensors"
+
+
 class BaseWriter:
     """Writes one base. Not there at all until finish() returns; a crash before leaves only litter."""
 
-    def __init__(self, bases: str, step: int, slots: Sequence[Slot], *, direct: bool, rank: int = 0) -> None:
-        self._name = rank_file(rank)
+    def __init__(
+        self, bases: str, step: int, slots: Sequence[Slot], *, direct: bool, rank: int = 0, part: Part | None = None
+    ) -> None:
+        """With `part`, one part of a base: others write theirs, into the same folder or elsewhere."""
+        self._name = rank_file(rank) if part is None else part_file(part)
         self.folder = base_folder(bases, step)
+        self._part = part
         self._temporary = f"{self.folder}.{os.getpid()}-{next(_numbers)}.tmp"
-        # Multiples of 64 bytes first, then large element sizes: then all are aligned though safetensors allows no holes.
-        order = sorted(range(len(slots)), key=lambda i: (slots[i].num_bytes % 64 != 0, -slots[i].dtype.itemsize))
-        self.order = order
+        order = self.order = file_order(slots)
         """Indices into slots in the order in which add() wants them."""
         self._slots = slots
         self._next = 0
         files.make_dir(self._temporary)
-        header, offsets = _header([slots[i] for i in order])
+        header, offsets = file_header([slots[i] for i in order])
         self._stored: list[StoredTensor | None] = [None] * len(slots)
         self._offsets = dict(zip(order, offsets, strict=True))
         self._file = files.Appender(os.path.join(self._temporary, self._name), direct=direct)
@@ -137,10 +152,22 @@ class BaseWriter:
         cursor: bytes = fields.pop("cursor")
         manifest = Manifest(
             tensors=tuple(self.stored()), files={self._name: size},
-            cursor=base64.b64encode(cursor).decode(), **fields,
+            cursor=base64.b64encode(cursor).decode(), part=self._part, **fields,
         )  # fmt: skip
-        files.write_whole(os.path.join(self._temporary, MANIFEST), documents.encode(manifest))
-        return self._publish(manifest)
+        files.write_whole(os.path.join(self._temporary, manifest_name(self._part)), documents.encode(manifest))
+        return self._publish(manifest) if self._part is None else self._publish_part(manifest)
+
+    def _publish_part(self, manifest: Manifest) -> Manifest:
+        """Into the folder that other parts may be in; the part's manifest goes first and comes last."""
+        files.make_dirs(self.folder)
+        name = manifest_name(self._part)
+        if os.path.exists(os.path.join(self.folder, name)):  # of a dead generation, or of a shadow that died
+            files.remove(os.path.join(self.folder, name))
+            files.sync_dir(self.folder)
+        for each in (self._name, name):
+            files.rename(os.path.join(self._temporary, each), os.path.join(self.folder, each))
+        files.remove_dir(self._temporary)
+        return manifest
 
     def _publish(self, manifest: Manifest) -> Manifest:
         theirs = None
@@ -160,7 +187,12 @@ class BaseWriter:
         files.remove_dir(self._temporary)
 
 
-def _header(slots: Sequence[Slot]) -> tuple[bytes, list[int]]:
+def file_order(slots: Sequence[Slot]) -> list[int]:
+    """Multiples of 64 bytes first, then large element sizes: then all are aligned though safetensors allows no holes."""
+    return sorted(range(len(slots)), key=lambda i: (slots[i].num_bytes % 64 != 0, -slots[i].dtype.itemsize))
+
+
+def file_header(slots: Sequence[Slot]) -> tuple[bytes, list[int]]:
     entries: dict[str, Any] = {"__metadata__": {"format": "pt", "everstep": "1"}}
     ends = []
     position = 0
@@ -179,20 +211,54 @@ def _header(slots: Sequence[Slot]) -> tuple[bytes, list[int]]:
 
 def remove_base(folder: str) -> None:
     """Its manifest goes first, so that it never looks whole."""
-    files.remove(os.path.join(folder, MANIFEST))
+    for name in files.listing(folder):
+        if name == MANIFEST or _PART.fullmatch(name):
+            files.remove(os.path.join(folder, name))
     files.sync_dir(folder)
     files.remove_dir(folder)
     files.sync_dir(os.path.dirname(folder))
 
 
-def read_manifest(folder: str) -> Manifest | None:
-    """The manifest of the base in this folder; None if there is none (not finished, or removed)."""
-    path = os.path.join(folder, MANIFEST)
+def is_there(folder: str, part: Part | None = None) -> bool:
+    """Whether the base, or this part of one, exists, as far as names tell."""
+    names = set(files.listing(folder))
+    if manifest_name(part) in names or part is not None:
+        return manifest_name(part) in names
+    counts = {int(m[2]) for name in names if (m := _PART.fullmatch(name))}
+    return any(all(manifest_name((index, count)) in names for index in range(count)) for count in counts)
+
+
+def parts_there(folder: str) -> str:
+    """Which parts of a base in parts a folder has, for people; empty if none."""
+    names = [name for name in files.listing(folder) if _PART.fullmatch(name)]
+    return ", ".join(name.removesuffix(".json") for name in names)
+
+
+def only_part(bases: Sequence[str]) -> Part | None:
+    """Which part of bases these folders have; None if they are whole, or parts of several."""
+    found = {(int(m[1]), int(m[2])) for folder in bases for name in files.listing(folder) if (m := _PART.fullmatch(name))}
+    return found.pop() if len(found) == 1 else None
+
+
+def read_manifest(folder: str, part: Part | None = None) -> Manifest | None:
+    """The manifest of the base in this folder, or of a part; None if there is none (not finished, or removed)."""
+    path = os.path.join(folder, manifest_name(part))
     try:
         data = files.read_whole(path)
     except FileNotFoundError:
-        return None
+        return None if part is not None else _read_parts(folder)
     return documents.decode(data, Manifest, path)
+
+
+def _read_parts(folder: str) -> Manifest | None:
+    """The manifest of a base in parts; None if they are not all there."""
+    found = [(int(m[1]), int(m[2])) for name in files.listing(folder) if (m := _PART.fullmatch(name))]
+    for count in sorted({part[1] for part in found}):
+        manifests = [read_manifest(folder, (index, count)) for index in range(count)]
+        there = [m for m in manifests if m is not None]
+        if len(there) == count and len({m.generation for m in there}) == 1:
+            return parts.join(there, folder)
+    return None
 
 
 def cursor_of(manifest: Manifest) -> bytes:
@@ -235,8 +301,11 @@ class Loading:
     is first needed: after that its memory may be changed.
     """
 
-    def __init__(self, reader: files.Reader, manifest: Manifest, damaged: Callable[[StoredTensor], Exception]) -> None:
-        self._reader = reader
+    def __init__(
+        self, readers: Mapping[int, files.Reader], manifest: Manifest, damaged: Callable[[StoredTensor], Exception]
+    ) -> None:
+        """`readers` of the base's files by rank."""
+        self._readers = readers
         self._damaged = damaged
         self._stored = manifest.tensors
         self._chunks: list[tuple[int, list[_Chunk]]] = [(0, [])] * len(self._stored)
@@ -245,9 +314,9 @@ class Loading:
         self._locks = [threading.Lock() for _ in self._stored]
         self._is_ready = [[False] * len(t.sums) for t in self._stored]
         """By tensor: each of its pieces."""
-        order = sorted(range(len(self._stored)), key=lambda i: self._stored[i].offset)
+        order = sorted(range(len(self._stored)), key=lambda i: (self._stored[i].rank, self._stored[i].offset))
         # Parameters and optimizer state in memory of their own: whoever keeps only the ones does not hold the others.
-        for _, group in itertools.groupby(order, lambda i: self._stored[i].role in ("param", "buffer")):
+        for _, group in itertools.groupby(order, self._kind):
             self._place(list(group))
         self.tensors = [
             typed(raw, dtype_named(t.dtype)) for raw, t in zip(self._bytes, self._stored, strict=True)
@@ -257,13 +326,15 @@ class Loading:
             if len(stored.sums) != max(1, -(-tensor.numel() // PIECE_ELEMENTS)):
                 raise damaged(stored)
 
+    def _kind(self, index: int) -> tuple[int, bool]:
+        return self._stored[index].rank, self._stored[index].role in ("param", "buffer")
+
     def _place(self, indices: list[int]) -> None:
         origin = self._stored[indices[0]].offset // files.BLOCK * files.BLOCK
         end = max(self._stored[i].offset + self._stored[i].num_bytes for i in indices)
         memory = new_pages(-(-(end - origin) // files.BLOCK) * files.BLOCK)
-        chunks = [
-            _Chunk(self._reader, origin + at, memory[at : at + _CHUNK_BYTES]) for at in range(0, len(memory), _CHUNK_BYTES)
-        ]
+        reader = self._readers[self._stored[indices[0]].rank]
+        chunks = [_Chunk(reader, origin + at, memory[at : at + _CHUNK_BYTES]) for at in range(0, len(memory), _CHUNK_BYTES)]
         for i in indices:
             start = self._stored[i].offset - origin
             stop = start + self._stored[i].num_bytes
@@ -317,16 +388,18 @@ class BaseReader:
     def __init__(self, folder: str, manifest: Manifest) -> None:
         self.folder = folder
         self.manifest = manifest
-        path = os.path.join(folder, next(iter(manifest.files), rank_file(0)))
-        try:
-            self._reader = files.Reader(path, direct=True)
-        except FileNotFoundError:
-            raise CorruptionError(f"{path} is missing, though the base's manifest is there") from None
-        self.path = path
+        self._paths = [os.path.join(folder, name) for name in sorted(manifest.files)]
+        self._readers: dict[int, files.Reader] = {}
+        for number in sorted({t.rank for t in manifest.tensors}):
+            try:
+                self._readers[number] = files.Reader(self._paths[number], direct=True)
+            except FileNotFoundError:
+                self.close()
+                raise CorruptionError(f"{self._paths[number]} is missing, though the base's manifest is there") from None
 
     def load(self) -> Loading:
         """Its tensors, to be read straight into their memory when they are needed."""
-        return Loading(self._reader, self.manifest, self._damaged)
+        return Loading(self._readers, self.manifest, self._damaged)
 
     def check(self) -> None:
         """Read everything and verify it."""
@@ -338,20 +411,20 @@ class BaseReader:
             for start in range(0, max(stored.num_bytes, 1), step):
                 scratch.reset()
                 wanted = min(step, stored.num_bytes - start)
-                data = self._reader.read_direct(scratch.take(wanted), stored.offset + start, wanted)
+                data = self._readers[stored.rank].read_direct(scratch.take(wanted), stored.offset + start, wanted)
                 found += piece_sums(data, stored.uid, itemsize, start // itemsize)
             if tuple(found) != stored.sums:
                 raise self._damaged(stored)
 
     def _damaged(self, stored: StoredTensor) -> CorruptionError:
-        error = CorruptionError(
-            f"step {self.manifest.step} is damaged: {stored.key} in {self.path} does not fit its checksum."
-        )
+        path = self._paths[stored.rank]
+        error = CorruptionError(f"step {self.manifest.step} is damaged: {stored.key} in {path} does not fit its checksum.")
         error.step, error.in_base = self.manifest.step, True
         return error
 
     def close(self) -> None:
-        self._reader.close()
+        for reader in self._readers.values():
+            reader.close()
 
 
 def check_base(folder: str, manifest: Manifest) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -83,6 +83,14 @@ class DiskPlace:
 
     def sync_folder(self) -> None:
         files.sync_dir(self.folder)
+
+
+class OpenFrame(NamedTuple):
+    """A segment has been written up to here, in the middle of the frame of this step."""
+
+    step: int
+    path: str
+    end_offset: int
 
 
 class LogWriter:
@@ -208,10 +216,10 @@ class LogWriter:
         stored = records.unpack_trusted(self._headers[ordinal]).stored_bytes
         return self._file.view(self._offsets[ordinal] + HEADER_BYTES, stored)
 
-    def position(self) -> tuple[str, int]:
-        """The open segment and how far it has been written."""
+    def open_frame(self) -> OpenFrame:
+        """How far the frame that was begun has been written."""
         assert self._file is not None
-        return self._file.path, self._file.offset
+        return OpenFrame(self._step, self._file.path, self._file.offset)
 
     def finish(self, ops: Sequence[Op], cursor: bytes, audit: bytes, audit_complete: bool, durable_step: int,
                wall_time_ns: int, replicas: bytes = b"") -> None:  # fmt: skip

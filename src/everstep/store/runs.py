@@ -29,6 +29,7 @@ from everstep.format.documents import (
     RunDocument,
     TimelineDocument,
 )
+from everstep.format.parts import Part
 from everstep.format.segment import parse_name
 from everstep.store import bases, files, shared
 from everstep.store.segments import Segment
@@ -197,7 +198,7 @@ class RunPath:
         """Remove what crashes have left unfinished: bases without a manifest, temporary files. Only for the writer."""
         for name in files.listing(self.bases(timeline)):
             folder = os.path.join(self.bases(timeline), name)
-            litter = name.endswith(".tmp") or (name.isdigit() and bases.MANIFEST not in files.listing(folder))
+            litter = name.endswith(".tmp") or (name.isdigit() and not bases.is_there(folder))
             if os.path.isdir(folder) and litter:
                 bases.remove_base(folder)
         if self.rank:
@@ -341,6 +342,8 @@ class TimelineListing:
     bases: dict[int, Manifest] = field(default_factory=dict)
     segments: list[Segment] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    partial: list[str] = field(default_factory=list)
+    """Bases of which only parts are here."""
     kept: KeptDocument = field(default_factory=lambda: KeptDocument(0))
 
 
@@ -359,14 +362,15 @@ class Listing:
         return {n: g for t in self.timelines.values() for n, g in t.generations.items()}
 
 
-def read_listing(path: RunPath) -> Listing:
-    """Read all documents and scan all segments. Damage is collected in `problems`, not raised."""
+def read_listing(path: RunPath, part: Part | None = None) -> Listing:
+    """Read all documents and scan all segments; with `part`, that part of bases. Damage is collected in `problems`, not
+    raised."""
     path.must_exist()
     run = path.read_run()
     listing = Listing(run, path, {}, [], shared.shared_folder(run.run, path.path))
     for name in files.listing(path.timelines()):
         if re.fullmatch(r"\d{4,}", name):
-            _read_timeline(listing, int(name))
+            _read_timeline(listing, int(name), part)
     return listing
 
 
@@ -377,7 +381,7 @@ def _read_kept(path: RunPath, number: int, timeline: TimelineListing) -> None:
         timeline.problems.append(str(e))
 
 
-def _read_timeline(listing: Listing, number: int) -> None:
+def _read_timeline(listing: Listing, number: int, part: Part | None) -> None:
     path = listing.path
     file = os.path.join(path.timeline(number), "timeline.json")
     try:
@@ -411,11 +415,14 @@ def _read_timeline(listing: Listing, number: int) -> None:
         if not re.fullmatch(r"\d{12,}", name):
             continue
         try:
-            manifest = bases.read_manifest(os.path.join(path.bases(number), name))
+            manifest = bases.read_manifest(os.path.join(path.bases(number), name), part)
         except CorruptionError as e:
             timeline.problems.append(str(e))
             continue
         if manifest is None:
+            here = bases.parts_there(os.path.join(path.bases(number), name))
+            if here:
+                timeline.partial.append(f"of step {int(name)} {here}")
             continue
         if (manifest.run, manifest.timeline, manifest.step) != (listing.run.run, number, int(name)):
             timeline.problems.append(

@@ -7,7 +7,7 @@ footer is a torn tail. A hole *before* a valid footer is damage, and is reported
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -224,10 +224,6 @@ def _ordinals(parts: list[list[tuple[int, int, int]]]) -> list[int]:
     return sorted({ordinal for p in parts for ordinal, _, _ in p})
 
 
-# Made once, on import: msgspec crashes where two threads decode a type for the first time at once.
-_DECODERS = {kind: msgspec.msgpack.Decoder(kind) for kind in (SegmentHeader, SegmentEnd, Footer)}
-
-
 def _decode(payload: bytes, kind: type[Any], path: str) -> Any:
     try:
         return _DECODERS[kind].decode(payload)
@@ -338,7 +334,14 @@ class StoredFrame:
 
     def check_payloads(self) -> None:
         """Read and verify every record, on-disk headers included."""
-        for ordinal, (header, offset) in enumerate(zip(self.headers, self._offsets, strict=True)):
+        self.check_records(range(len(self.headers)))
+
+    def check_records(self, ordinals: Iterable[int]) -> None:
+        """Read and verify these records."""
+        for ordinal in ordinals:
+            if ordinal >= len(self.headers):
+                raise self._damaged("a reference to a record")
+            header, offset = self.headers[ordinal], self._offsets[ordinal]
             on_disk = records.unpack(self.reader.read(offset, HEADER_BYTES), records.at(self._seed, offset))
             if on_disk != header:
                 raise self._damaged(f"the header of record {ordinal}")

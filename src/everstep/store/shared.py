@@ -63,17 +63,39 @@ def _error(op: str, path: str, e: OSError) -> StorageError:
 class _File:
     """An open file in memory and its mapping."""
 
-    def __init__(self, path: str, fd: int) -> None:
+    def __init__(self, path: str, fd: int, *, sparse: bool) -> None:
         self.path = path
         self.fd = fd
         self.inode = os.fstat(fd).st_ino
         self.memory: Bytes = np.empty(0, np.uint8)
+        self._sparse = sparse
+        self._used_bytes = 0
 
-    def grow(self, num_bytes: int) -> None:
-        """At least this large. What is not there is asked for now: a fault later would kill the process."""
+    @property
+    def used_bytes(self) -> int:
+        """What it takes of the host's memory."""
+        return self._used_bytes if self._sparse else len(self.memory)
+
+    def region(self, start: int, stop: int) -> Bytes:
+        """These bytes of the file. What is not there is asked for now: a fault later would kill the process."""
+        if stop > len(self.memory):
+            self._grow(max(stop, 2 * len(self.memory)) if self._sparse else stop)
+        if self._sparse:
+            try:
+                os.posix_fallocate(self.fd, start, stop - start)
+            except OSError as e:
+                raise _error("grow", self.path, e) from e
+            self._used_bytes += stop - start
+        return self.memory[start:stop]
+
+    def _grow(self, num_bytes: int) -> None:
+        """At least this large; in a sparse file that takes no memory."""
         size = -(-num_bytes // _GROW_BYTES) * _GROW_BYTES
         try:
-            os.posix_fallocate(self.fd, 0, size)
+            if self._sparse:
+                os.ftruncate(self.fd, size)
+            else:
+                os.posix_fallocate(self.fd, 0, size)
             self.memory = np.frombuffer(mmap.mmap(self.fd, size), np.uint8)
         except OSError as e:
             raise _error("grow", self.path, e) from e
@@ -99,16 +121,17 @@ class MappedAppender:
 
     def reserve(self, num_bytes: int) -> Bytes:
         """The next bytes of the file, for the caller to fill before its next call."""
-        end = self.offset + num_bytes
-        if end > len(self._file.memory):
-            self._file.grow(end)
-        region = self._file.memory[self.offset : end]
-        self.offset = end
+        region = self._file.region(self.offset, self.offset + num_bytes)
+        self.offset += num_bytes
         return region
 
     def view(self, offset: int, num_bytes: int) -> Bytes | None:
         """Bytes that were put there, where they are."""
         return self._file.memory[offset : offset + num_bytes]
+
+    @property
+    def used_bytes(self) -> int:
+        return self._file.used_bytes
 
     def pad(self, multiple: int) -> None:
         rest = -self.offset % multiple
@@ -129,7 +152,7 @@ class MappedAppender:
             raise StorageError(f"{self.path} was replaced by another file")
 
     def truncate(self, offset: int) -> None:
-        """Drop everything from `offset` on. (Frames in memory are valid by their footers: nothing has to be cleared.)"""
+        """Go on at `offset`. (Frames in memory are valid by their footers: nothing has to be cleared.)"""
         self.offset = offset
 
     def close(self, *, sync: bool = True) -> None:
@@ -148,8 +171,10 @@ class MemoryPlace:
     segment_bytes = SEGMENT_BYTES
     in_memory = True
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, *, sparse: bool = False) -> None:
+        """`sparse`: files have gaps, which take no memory. They are not used again: the next one's gaps are elsewhere."""
         self.folder = folder
+        self._sparse = sparse
         make_private(os.path.dirname(folder))
         os.makedirs(folder, 0o700, exist_ok=True)
         self._full: list[_File] = []
@@ -169,9 +194,10 @@ class MemoryPlace:
             self.reused += 1
         else:
             try:
-                file = _File(path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             except OSError as e:
                 raise _error("create", path, e) from e
+            file = _File(path, fd, sparse=self._sparse)
         return MappedAppender(file, self._full.append)
 
     def sync_folder(self) -> None: ...
@@ -182,7 +208,8 @@ class MemoryPlace:
         paths = [file.path for file in given_back]
         self._full[:] = [file for file in self._full if file not in given_back]
         self._free += given_back
-        while len(self._free) > 2 and sum(len(file.memory) for file in self._free) > _SPARE_BYTES:
+        keep, spare = (0, 0) if self._sparse else (2, _SPARE_BYTES)
+        while len(self._free) > keep and sum(len(file.memory) for file in self._free) > spare:
             file = self._free.pop(0)
             with contextlib.suppress(OSError):
                 os.unlink(file.path)
@@ -195,7 +222,7 @@ class MemoryPlace:
 
     def num_bytes(self) -> int:
         """Of segments that wait to be given back."""
-        return sum(len(file.memory) for file in self._full)
+        return sum(file.used_bytes for file in self._full)
 
     def close(self) -> None:
         """Let go of the mappings. Files that were given back go; full ones stay for whoever needs them."""
