@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,6 +33,10 @@ MAX_TURNS = 4
 _NEVER = 1 << 40
 _on_accumulated: Callable[..., Any] = torch.Tensor.register_post_accumulate_grad_hook
 _queue_callback: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
+
+
+def _nothing() -> None:
+    return None
 
 
 class Early:
@@ -62,7 +67,8 @@ class Early:
         """Calls after which a gradient is final."""
         self._sent_at = [0] * len(chosen)
         """At which call it was handed over, since the last update."""
-        self._sent_ids = [0] * len(chosen)
+        self._sent: list[Callable[[], torch.Tensor | None]] = [_nothing] * len(chosen)
+        """Weak references: a gradient that is gone may have lent its id to the next."""
         self._final: list[int] = []
         """Gradients that are to be handed over."""
         self._final_bytes = 0
@@ -106,8 +112,8 @@ class Early:
         for i in self._final:
             grad, n = self._params[i].grad, self._calls[i]
             # The same again has been added to, and was not final the first time: the update will tell.
-            if id(grad) != self._sent_ids[i] and n <= MAX_TURNS * self._due[i]:
-                self._sent_ids[i], self._sent_at[i] = id(grad), n
+            if grad is not None and self._sent[i]() is not grad and n <= MAX_TURNS * self._due[i]:
+                self._sent[i], self._sent_at[i] = weakref.ref(grad), n
                 uids.append(self._uids[i])
                 grads.append(grad)
         self._final.clear()
@@ -155,7 +161,7 @@ class Early:
                 if uid in self._hopeless:
                     handle.remove()
         num = len(self._calls)
-        self._calls[:], self._sent_at[:], self._sent_ids[:] = [0] * num, [0] * num, [0] * num
+        self._calls[:], self._sent_at[:], self._sent[:] = [0] * num, [0] * num, [_nothing] * num
         self._waits = _is_distributed()
         seconds, self._seconds = self._seconds, 0.0
         return seconds
