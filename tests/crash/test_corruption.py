@@ -364,7 +364,8 @@ def _each(run: Finished, shm: str, contents: Callable[[bytes], bytes | None]) ->
             raise AssertionError(f"{name}: {e}") from e
 
 
-@pytest.mark.parametrize("how", ["closed", pytest.param("killed", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["closed", "killed"])
 def test_any_one_file_may_be_deleted(how: str, closed: Finished, killed: Finished, shm: str) -> None:
     _each(closed if how == "closed" else killed, shm, lambda content: None)
 

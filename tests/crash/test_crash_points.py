@@ -297,6 +297,7 @@ def test_folders_above_a_new_run_are_durable_too(shm: str) -> None:
     replay(Recording(f"{shm}/live", eras, recorder.events), Checker(shm, "a/b/run"), variants=1)
 
 
+@pytest.mark.long
 def test_steps_after_a_kill_and_a_restart_survive_a_crash_of_the_host(shm: str) -> None:
     recording = record(f"{shm}/live")
     checker = Checker(shm)
@@ -306,7 +307,8 @@ def test_steps_after_a_kill_and_a_restart_survive_a_crash_of_the_host(shm: str) 
     assert checker.num_images > 200
 
 
-@pytest.mark.parametrize("durability", ["batch", pytest.param("os", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("durability", ["batch", "os"])
 def test_weaker_durability_never_leads_to_a_wrong_state_or_to_none(shm: str, durability: str) -> None:
     recording = record(f"{shm}/live", durability=durability)
     checker = Checker(shm)

@@ -52,6 +52,7 @@ def test_a_trainer_killed_again_and_again_goes_on_from_a_step_that_all_shadows_h
     must_equal(made.result(), without_everstep(case, 200), "after 200 batches and 6 kills")
 
 
+@pytest.mark.long
 def test_one_shadow_killed_training_goes_on_and_a_new_one_gets_its_share_from_the_trainer(
     program: Callable[..., Program], hosts: Hosts
 ) -> None:
@@ -99,7 +100,7 @@ def test_without_one_of_them_the_state_comes_from_disk_and_it_says_which_and_why
     must_equal(made.result(), without_everstep(LARGE, 40), "from disk")
 
 
-@pytest.mark.parametrize("on_lag", ["spill", "wait"])
+@pytest.mark.parametrize("on_lag", ["spill", pytest.param("wait", marks=pytest.mark.long)])
 def test_one_stopped_the_other_keeps_little_and_both_give_the_same_step(
     on_lag: str, program: Callable[..., Program], hosts: Hosts, memory: Path
 ) -> None:
