@@ -375,6 +375,7 @@ def test_any_one_file_may_be_emptied(closed: Finished, shm: str) -> None:
     _each(closed, shm, lambda content: b"")
 
 
+@pytest.mark.long
 def test_any_one_file_may_have_a_bit_flipped_in_its_middle(closed: Finished, shm: str) -> None:
     def flipped(content: bytes) -> bytes:
         data = bytearray(content)

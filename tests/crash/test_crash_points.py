@@ -316,7 +316,8 @@ def test_weaker_durability_never_leads_to_a_wrong_state_or_to_none(shm: str, dur
     assert checker.num_images > 150
 
 
-@pytest.mark.parametrize("operation", ["write", pytest.param("sync", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("operation", ["write", "sync"])
 def test_crash_points_around_a_disk_that_fails_for_a_while(shm: str, operation: str) -> None:
     recorder, eras = Recorder(), Eras()
     failing = False

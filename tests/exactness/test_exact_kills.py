@@ -180,9 +180,7 @@ def fights(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Futur
         }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.long) if n in ("mlp by hand", "wgan") else n for n in CASES]
-)
+@pytest.mark.parametrize("name", CASES)
 def test_a_run_killed_at_random_moments_ends_as_if_it_never_was(
     name: str, fights: dict[str, Future[Fight]]
 ) -> None:

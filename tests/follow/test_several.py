@@ -22,6 +22,8 @@ from everstep.follow import fetch, ship
 from everstep.store.runs import RunPath
 from support import crash, equal
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Remote]]:

@@ -116,6 +116,7 @@ def test_four_ranks_whose_buckets_were_rebuilt_go_on_bit_for_bit(tmp_path: Path)
     check_equal(tmp_path / "run", (tmp_path / "whole", undisturbed["losses"]), found)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(120)
 def test_a_replica_that_drifts_is_named(tmp_path: Path) -> None:
     launch(tmp_path / "run", 12, edit=[1, 5])
