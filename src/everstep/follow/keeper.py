@@ -182,6 +182,8 @@ class Keeper:
                     self._compact()
                 else:
                     self._retain()
+                if self._world_size > 1 and self._path.rank == 0 and not self._closed:
+                    self._compare_ranks()
             except (EverstepError, OSError) as e:
                 # Bases and removals can wait; the log is there. Told, and tried again at the next base.
                 print(f"everstep: {self._path.path}: {e}", file=sys.stderr, flush=True)
@@ -263,8 +265,6 @@ class Keeper:
         if self._world_size > 1:
             complete = complete_step(self._path, self._timeline, self._generation, self._world_size)
             bases = [b for b in bases if b.step <= complete]  # what the others lack could still be asked of this rank
-            if self._path.rank == 0:
-                self._compare_ranks()
         removal = retention.plan_removal(self._policy, bases, segments, self._durable)
         if not removal.num_bytes:
             return
@@ -278,7 +278,8 @@ class Keeper:
 
     def _compare_ranks(self) -> None:
         """Whether the ranks' copies of parameters are still equal, as far as their logs tell."""
-        lines = [line_to(read_listing(self._path.part(r)), self._generation) for r in range(self._world_size)]
+        listings = [read_listing(self._path.part(rank)) for rank in range(self._world_size)]
+        lines = [line_to(listing, self._generation, check_tail=False) for listing in listings]
         for problem in drifted(lines, self._compared):
             if problem.split(", seen at")[0] not in self._told_of_drift:
                 self._told_of_drift.add(problem.split(", seen at")[0])

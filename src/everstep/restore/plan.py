@@ -192,12 +192,12 @@ def line_of(listing: Listing, *, timeline: int | None = None, check_tail: bool =
     return _line(listing, generations, generations[max(numbers)], check_tail)
 
 
-def line_to(listing: Listing, generation: int) -> Line:
+def line_to(listing: Listing, generation: int, *, check_tail: bool = True) -> Line:
     """The line of one generation and all it goes on from."""
     generations = listing.generations()
     if generation not in generations:
         raise CorruptionError(f"generation {generation} of {listing.path.path} is damaged or missing")
-    return _line(listing, generations, generations[generation], check_tail=True)
+    return _line(listing, generations, generations[generation], check_tail)
 
 
 def _check_no_newer_damaged(listing: Listing, newest: int) -> None:
