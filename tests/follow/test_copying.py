@@ -91,3 +91,11 @@ def test_too_few_checksums_are_refused(handed_out: tuple[Manifest, str, list[tor
     short = msgspec.structs.replace(manifest.tensors[0], sums=manifest.tensors[0].sums[:-1])
     with pytest.raises(CorruptionError, match="t0"):
         Copying(msgspec.structs.replace(manifest, tensors=(short, *manifest.tensors[1:])), file, {})
+
+
+def test_a_state_that_was_given_up_has_no_values(handed_out: tuple[Manifest, str, list[torch.Tensor]]) -> None:
+    manifest, file, _ = handed_out
+    loading = Copying(manifest, file, {})
+    loading.close()
+    with pytest.raises(RuntimeError, match="given up"):
+        loading.need_all()

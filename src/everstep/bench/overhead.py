@@ -34,7 +34,7 @@ from everstep.follow.attend import ShadowKeeper
 from everstep.memory import same_bits
 from everstep.run import Run, attach
 
-BLOCK_S = 5.0
+BLOCK_S = 8.0
 """A block is so long unless told otherwise."""
 WARM_STEPS = 8
 """More than Everstep takes to learn how gradients are owned."""

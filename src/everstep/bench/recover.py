@@ -9,7 +9,8 @@ A trainer process of the overhead benchmark's model is killed in mid-run and sta
     begin       the rest of attach() and resume(): the run's listing, a new generation, watching
     step        the first step
 
-and, in the same run, one memcpy of the state from and to memory that has been touched before.
+and, in the same run, one memcpy of the state from and to memory that has been touched before; and one into new memory, such
+as a process that has just been started must take (where a hypervisor takes free memory back, that is several times as slow).
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def measure(
     top = tempfile.mkdtemp(prefix="everstep-bench-", dir=folder)
     found: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
     trainers: dict[str, _Trainer] = {}
-    copies = []
+    copies, copies_new = [], []
     try:
         for way in WAYS:
             progress(f"{way}: warming up", 0, num_repetitions)
@@ -112,6 +113,7 @@ def measure(
                 found[way].append(trainer.recover())
                 trainer.pause()
             copies.append(_memcpy_s(workload))
+            copies_new.append(_memcpy_new_s(workload))
         progress("done", num_repetitions, num_repetitions)
     finally:
         for trainer in trainers.values():
@@ -121,10 +123,11 @@ def measure(
             dismiss(path, path.read_run().run, 1 << 30)
         shutil.rmtree(top, ignore_errors=True)
     ways = {way: {part: statistics.median(m[part] for m in found[way]) for part in PARTS} for way in WAYS}
-    memcpy = statistics.median(copies)
+    memcpy, memcpy_new = statistics.median(copies), statistics.median(copies_new)
     return {
         "workload": asdict(workload), "num_repetitions": num_repetitions, "ways": ways, "all": found, "memcpy_s": memcpy,
-        "state_bytes": _state_bytes(workload), "fetch_ratio": ways["shadow"]["fetch_s"] / memcpy,
+        "memcpy_new_s": memcpy_new, "state_bytes": _state_bytes(workload),
+        "fetch_ratio": ways["shadow"]["fetch_s"] / memcpy, "fetch_ratio_new": ways["shadow"]["fetch_s"] / memcpy_new,
     }  # fmt: skip
 
 
@@ -205,6 +208,23 @@ def _memcpy_s(workload: Workload) -> float:
         seconds.append(time.perf_counter() - begun)
     torch.set_num_threads(before)
     return statistics.median(seconds)
+
+
+_COPY_NEW = """
+import sys, time, numpy as np
+from everstep.memory import new_pages
+source = np.ones(int(sys.argv[1]), np.uint8)
+target = new_pages(len(source))
+begun = time.perf_counter()
+np.copyto(target, source)
+print(time.perf_counter() - begun)
+"""
+
+
+def _memcpy_new_s(workload: Workload) -> float:
+    """In a process of its own, which gets its memory as one that resumes does."""
+    command = [sys.executable, "-c", _COPY_NEW, str(_state_bytes(workload))]
+    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
 @contextlib.contextmanager

@@ -193,7 +193,8 @@ def _print_recover(found: dict[str, Any]) -> None:
     console().print(table)
     console().print(
         f"one memcpy of the state ({megabytes(found['state_bytes'])}): {found['memcpy_s']:.3f} s; fetching from the shadow "
-        f"takes {found['fetch_ratio']:.2f} times that"
+        f"takes {found['fetch_ratio']:.2f} times that; one into new memory: {found['memcpy_new_s']:.3f} s, "
+        f"{found['fetch_ratio_new']:.2f} times that"
     )
 
 

@@ -7,7 +7,8 @@ import itertools
 import mmap
 import os
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -171,29 +172,31 @@ def _damaged(manifest: Manifest, stored: StoredTensor) -> CorruptionError:
     return CorruptionError(f"step {manifest.step}: {stored.key}, as the shadow handed it out, has another checksum")
 
 
+_Run: TypeAlias = tuple[int, Bytes, list[tuple[int, int]]]
+"""Bytes of a file that are read at once: from where, to where, and the (tensor, piece)s in them."""
+
+
 class Copying:
     """A state in another process's arena on its way into this one's memory (a fold.Loading).
 
     `tensors` have their memory at once: parameters and buffers that of the live ones where it fits, all others new memory.
-    need_all() reads each piece into its place and verifies it there, while it is in the cache, on all cores. If that
-    fails, live ones may have been written to.
+    Each piece is read into its place and verified there, while it is in the cache, on all cores: into new memory from now
+    on, into live tensors only in need_all(). If that fails, live ones may have been written to.
     """
 
     def __init__(self, manifest: Manifest, file: str, live: Mapping[int, torch.Tensor]) -> None:
         self._manifest = manifest
-        self._file = file
         self._places: list[Bytes] = [np.empty(0, np.uint8)] * len(manifest.tensors)
         self._strided: list[tuple[torch.Tensor, torch.Tensor]] = []
         """To be copied when all is there: (into, from)."""
-        self._runs: list[tuple[int, Bytes, list[tuple[int, int]]]] = []
-        """Bytes of the file that are read at once: from where, to where, and the (tensor, piece)s in them."""
+        self._runs: list[_Run] = []
+        """To be read."""
+        self._todo: list[list[_Run]] = []
+        """Being read."""
         for stored in manifest.tensors:
             if len(stored.sums) != max(1, -(-stored.num_bytes // (PIECE_ELEMENTS * dtype_named(stored.dtype).itemsize))):
                 raise _damaged(manifest, stored)
         self._live = {index for index, stored in enumerate(manifest.tensors) if _fits(stored, live.get(stored.uid))}
-        for index in self._live:
-            self._places[index] = view_bytes(live[manifest.tensors[index].uid].detach())
-            self._add_pieces(index)
         others = sorted(set(range(len(self._places))) - self._live, key=lambda i: manifest.tensors[i].offset)
         # Parameters and optimizer state in memory of their own: whoever keeps only the ones does not hold the others.
         for _, group in itertools.groupby(others, lambda i: manifest.tensors[i].role in ("param", "buffer")):
@@ -201,6 +204,17 @@ class Copying:
         self.tensors = [
             live[t.uid].detach() if i in self._live else self._tensor(i) for i, t in enumerate(manifest.tensors)
         ]
+        try:
+            self._file = open(file, "rb", buffering=0)  # noqa: SIM115  # until all is read: see close()
+        except OSError as e:
+            raise CorruptionError(f"the shadow's memory {file} cannot be opened: {e.strerror}") from e
+        self._pool = ThreadPoolExecutor(os.cpu_count() or 1, "everstep-take")
+        self._under_way: list[Future[None]] = []
+        self._complete = False
+        self._read()
+        for index in self._live:
+            self._places[index] = view_bytes(self.tensors[index])
+            self._add_pieces(index)
 
     def _tensor(self, index: int) -> torch.Tensor:
         stored = self._manifest.tensors[index]
@@ -252,28 +266,33 @@ class Copying:
         self.need_all()
 
     def need_all(self) -> None:
-        if not self._runs:
+        if self._complete:
             return
-        todo = iter(sorted(self._runs, key=lambda run: -len(run[1])))
+        if self._file.closed and not any(done.exception() for done in self._under_way):
+            raise RuntimeError("a state that was given up is asked for its values")
         try:
-            fd = os.open(self._file, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as e:
-            raise CorruptionError(f"the shadow's memory {self._file} cannot be opened: {e.strerror}") from e
-        try:
-            with ThreadPoolExecutor(os.cpu_count() or 1, "everstep-take") as pool:
-                for done in [pool.submit(self._work, fd, todo) for _ in range(os.cpu_count() or 1)]:
-                    done.result()
+            if not self._file.closed:
+                self._read()
+            for done in self._under_way:
+                done.result()
         finally:
-            os.close(fd)
+            self.close()
         for into, dense in self._strided:
             into.copy_(dense)
         for index in self._live:
             torch.autograd.graph.increment_version(self.tensors[index])
-        self._runs = []
+        self._complete = True
 
-    def _work(self, fd: int, todo: Iterator[tuple[int, Bytes, list[tuple[int, int]]]]) -> None:
+    def _read(self) -> None:
+        """Begin to read all runs that there are, the largest first."""
+        self._runs, runs = [], sorted(self._runs, key=lambda run: -len(run[1]))
+        self._todo.append(runs)
+        todo = iter(runs)
+        self._under_way += [self._pool.submit(self._work, todo) for _ in range(os.cpu_count() or 1)]
+
+    def _work(self, todo: Iterator[_Run]) -> None:
         for first, target, pieces in todo:
-            if os.preadv(fd, [target], first) != len(target):
+            if os.preadv(self._file.fileno(), [target], first) != len(target):
                 raise _damaged(self._manifest, self._manifest.tensors[pieces[0][0]])
             for index, piece in pieces:
                 stored, place = self._manifest.tensors[index], self._places[index]
@@ -283,7 +302,11 @@ class Copying:
                     raise _damaged(self._manifest, stored)
 
     def close(self) -> None:
-        """Nothing is open but while it is read."""
+        """Return when nothing is read any more. What has not been read by now will not be."""
+        for runs in self._todo:
+            runs.clear()
+        self._pool.shutdown()
+        self._file.close()
 
 
 def _end(stored: StoredTensor) -> int:
