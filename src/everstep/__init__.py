@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = ["EverstepError", "History", "Retention", "Run", "attach", "data", "early_hook", "errors", "layout", "open", "register"]
+__all__ = [
+    "EverstepError", "History", "Retention", "Run", "attach", "data", "early_hook", "errors", "layout", "open", "register",
+]  # fmt: skip
 
 # torch is imported by the first name that needs it, not by `everstep --help`.
 _WHERE = {

@@ -1,7 +1,7 @@
 """DDP on several ranks with early hand-over: python reduced_training.py FOLDER RANKS CASE...
 
-FOLDER/CASE.json then holds, of each rank, what had been written before each backward ended, what was counted, and what differs
-from the same training without Everstep and without a hook, or in the run from what was trained.
+FOLDER/CASE.json then holds, of each rank, what had been written before each backward ended, what was counted, and what
+differs from the same training without Everstep and without a hook, or in the run from what was trained.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 import torch._dynamo  # optimizers and DDP import it when they are first made: here, so once for all ranks
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817
 
 import everstep
@@ -34,14 +34,14 @@ BUCKET_MB = 0.05
 CASES: dict[str, tuple[bool, Any]] = {
     "plain": (False, None),
     "views": (True, None),
-    "compressed": (False, bf16_compress_hook),
+    "compressed": (False, fp16_compress_hook),
 }
 """gradient_as_bucket_view, and the user's own communication hook."""
 
 
 def build(case: str, *, early: bool) -> Any:
     torch.manual_seed(1)
-    layers = [each for _ in range(4) for each in (nn.Linear(120, 120), nn.Tanh())]
+    layers = [each for _ in range(2 * dist.get_world_size()) for each in (nn.Linear(120, 120), nn.Tanh())]
     views, hook = CASES[case]
     ddp = DDP(nn.Sequential(*layers), gradient_as_bucket_view=views, bucket_cap_mb=BUCKET_MB)
     if early:
@@ -86,8 +86,8 @@ def run_case(folder: Path, case: str) -> dict[str, Any]:
     report = {
         "left": left,
         "early": [stats["early_bytes"], stats["early_scaled_bytes"], stats["early_void_bytes"]],
-        "trained": different(live_state(plain, plain_optimizer), live_state(ddp, optimizer)),
-        "stored": different(live_state(ddp, optimizer), everstep.open(folder / f"run-{case}").state()),
+        "trained": different(live_state(plain.module, plain_optimizer), live_state(ddp.module, optimizer)),
+        "stored": different(live_state(ddp.module, optimizer), everstep.open(folder / f"run-{case}").state()),
     }
     dist.barrier()
     return report

@@ -7,8 +7,7 @@ final is the writer's to find out (final.py), and at the step it proves whether 
 
 Where gradients are reduced between processes they are final when that is done. DistributedDataParallel does it after these
 hooks, bucket by bucket, and says so to nobody but the one communication hook that is the user's to set: `early_hook` makes
-one of his own into one that hands a bucket over when it has been reduced. Without it, gradients are handed over when backward
-has ended.
+such a hook into one that hands a bucket over when it has been reduced. Without it they are handed over when backward ends.
 """
 
 from __future__ import annotations
@@ -181,8 +180,8 @@ class _EarlyHook:
 
     def __init__(self, hook: Callable[[Any, Any], Any]) -> None:
         self.hook = hook
-        self.__qualname__ = f"early_hook({getattr(hook, '__qualname__', type(hook).__qualname__)})"
-        """DDP's logger wants it."""
+        for name in ("__name__", "__qualname__"):  # DDP looks at them
+            setattr(self, name, getattr(hook, name, type(hook).__name__))
 
     def __call__(self, state, bucket):  # type: ignore[no-untyped-def]  # torch reads annotations, and wants its own
         def reduced(done: Any) -> Any:
@@ -195,7 +194,7 @@ class _EarlyHook:
 
 def average(state: Any, bucket: Any) -> Any:
     """As DDP without a hook: divided (by multiplying), then summed."""
-    group = dist.group.WORLD if state is None else state
+    group: Any = dist.group.WORLD if state is None else state
     buffer = bucket.buffer()
     if buffer.is_sparse:
         buffer.div_(group.size())
