@@ -25,8 +25,8 @@ from everstep.capture.final import Final
 from everstep.capture.pending import Item, PendingEarly
 from everstep.capture.sent import Ledger
 
-BATCH_BYTES = 8 << 20
-"""The writer is woken for about so much: that takes the training thread some time."""
+BATCH_BYTES = 16 << 20
+"""The writer is woken for about so much: of what this takes the training thread, that is the most."""
 MIN_BYTES = PACK_BELOW_BYTES
 """Smaller gradients share a record, and leave at the step."""
 _on_accumulated: Callable[..., Any] = torch.Tensor.register_post_accumulate_grad_hook
@@ -80,7 +80,8 @@ class Early:
 
     def _hook(self, i: int) -> Callable[[torch.Tensor], None]:
         """What is looked at again later has left the cache: so the gradient is taken now, and nothing else is touched."""
-        note, now = self._final.notes.append, time.perf_counter
+        final, now = self._final, time.perf_counter
+        note = final.notes.append
         size = self._params[i].numel() * self._params[i].element_size()
 
         def accumulated(p: torch.Tensor) -> None:
@@ -93,7 +94,7 @@ class Early:
             if not self._is_called_back:
                 self._is_called_back = True
                 _queue_callback(self._backward_ends)
-            if self._unread_bytes >= BATCH_BYTES:
+            if self._unread_bytes >= BATCH_BYTES and not final.busy:  # else it comes to these by itself
                 self._wake()
             self._seconds += now() - begun
 
