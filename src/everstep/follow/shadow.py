@@ -225,7 +225,7 @@ class Shadow:
                 given = self._given
                 damaged = [] if given is None else [t.key for t in given.stored if not self._home.has(t)]
                 if damaged:
-                    raise CorruptionError(f"the memory of {', '.join(damaged[:5])} has changed by itself; all of it is given up")
+                    raise CorruptionError(f"the memory of {', '.join(damaged[:5])} changed by itself; all is given up")
             finally:
                 done.set()
 
