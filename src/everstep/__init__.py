@@ -18,6 +18,7 @@ from everstep.errors import EverstepError
 
 if TYPE_CHECKING:
     from everstep import data, layout
+    from everstep.capture.early import early_hook
     from everstep.fold import register
     from everstep.restore.history import History
     from everstep.restore.history import open_run as open
@@ -26,7 +27,9 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = ["EverstepError", "History", "Retention", "Run", "attach", "data", "errors", "layout", "open", "register"]
+__all__ = [
+    "EverstepError", "History", "Retention", "Run", "attach", "data", "early_hook", "errors", "layout", "open", "register",
+]  # fmt: skip
 
 # torch is imported by the first name that needs it, not by `everstep --help`.
 _WHERE = {
@@ -35,6 +38,7 @@ _WHERE = {
     "Run": ("everstep.run", "Run"),
     "attach": ("everstep.run", "attach"),
     "data": ("everstep.data", ""),
+    "early_hook": ("everstep.capture.early", "early_hook"),
     "layout": ("everstep.layout", ""),
     "open": ("everstep.restore.history", "open_run"),
     "register": ("everstep.fold", "register"),

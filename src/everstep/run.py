@@ -45,6 +45,7 @@ from everstep.errors import (
 from everstep.fingerprint import differences, fingerprint
 from everstep.fold import class_name, find_class
 from everstep.follow import recover
+from everstep.follow.arena import DamagedStateError
 from everstep.follow.attend import ON_LAG, ShadowKeeper
 from everstep.follow.fetch import NUM_STREAMS, find_all
 from everstep.follow.keeper import Keeper
@@ -469,10 +470,32 @@ class Run:
             if line is None or asked is None:
                 self._begin_new(listing)
                 return 0
-            return self._restore_and_begin(listing, line, asked, step, offer)
+            try:
+                return self._restore_and_begin(listing, line, asked, step, offer)
+            except DamagedStateError as e:
+                assert offer is not None
+                offer.is_damaged(str(e))
+                return self._resume_without(listing, step, offer, e)
         finally:
             if offer is not None:
                 offer.release()
+
+    def _resume_without(self, listing: Listing, step: Step, offer: recover.Offer, damage: DamagedStateError) -> int:
+        """A shadow's state turned out to be damaged when some of it was in the live model: all is taken from disk."""
+        self._shares = []
+        self._say(f"everstep: {damage}. The shadow (pid {offer.pid}) is not used; taking the state from disk")
+        try:
+            line, asked, _ = self._choose(listing, step, None)
+            if line is None or asked is None:
+                raise NothingToRestoreError("no step is on disk")
+            return self._restore_and_begin(listing, line, asked, step, None)
+        except EverstepError as e:
+            if not offer.file:
+                raise  # what comes over a connection is verified before it is put anywhere
+            raise CorruptionError(
+                f"{damage}; and from disk: {e}\nParts of the damaged state are in the live model: it must not be trained or "
+                "saved. Build model and optimizer again, and resume, or start another run"
+            ) from e
 
     def _find_shadow(self, listing: Listing, step: Step) -> recover.Offer | None:
         if not self._options.shadows:

@@ -1,42 +1,38 @@
 """Early hand-over: gradients leave during backward, each when it has become final. Runs on the training thread.
 
-A hook on every larger parameter is called when its gradient has been accumulated. After how many calls it is final (more
-than one with gradient accumulation, or in a GAN) is learned from the update before. What is handed over is a reference, and
-a guess: the writer proves at the step whether it is what the optimizer consumed (sent.py), and writes the consumed gradient
-where it is not. So nothing here has to be right; what is wrong costs bytes.
+A hook on every larger parameter is called when its gradient has been accumulated. It takes hold of the gradient, while that
+is in the cache, and does nothing else; now and then the writer is woken. What is handed over is a guess: which of these are
+final is the writer's to find out (final.py), and at the step it proves whether what left is what the optimizer consumed
+(sent.py), and writes the consumed gradient where it is not. So nothing here has to be right; what is wrong costs bytes.
 
-Where gradients are reduced between processes they are final only when backward has ended (DistributedDataParallel reduces
-them after these hooks, bucket by bucket, and says so to nobody but the one communication hook that is the user's to set):
-then they are handed over there.
+Where gradients are reduced between processes they are final when that is done. DistributedDataParallel does it after these
+hooks, bucket by bucket, and says so to nobody but the one communication hook that is the user's to set: `early_hook` makes
+such a hook into one that hands a bucket over when it has been reduced. Without it they are handed over when backward ends.
 """
 
 from __future__ import annotations
 
 import os
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from everstep.atoms import PACK_BELOW_BYTES
-from everstep.capture.pending import Item, PendingEarly, Reading
+from everstep.capture.final import Final
+from everstep.capture.pending import Item, PendingEarly
 from everstep.capture.sent import Ledger
 
-BATCH_BYTES = 8 << 20
-"""Gradients are handed over together up to about this size: waking the writer takes the training thread some time."""
+BATCH_BYTES = 16 << 20
+"""The writer is woken for about so much: of what this takes the training thread, that is the most."""
 MIN_BYTES = PACK_BELOW_BYTES
 """Smaller gradients share a record, and leave at the step."""
-MAX_TURNS = 4
-"""So many backward passes without an update may send their gradients (a GradScaler skips some steps)."""
-_NEVER = 1 << 40
 _on_accumulated: Callable[..., Any] = torch.Tensor.register_post_accumulate_grad_hook
 _queue_callback: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
-
-
-def _nothing() -> None:
-    return None
+_by_parameter: dict[int, tuple[Early, int]] = {}
+"""By id: who watches a parameter, and under which number."""
 
 
 class Early:
@@ -46,8 +42,8 @@ class Early:
         self._put = put
         self._ledger = ledger
         self._pid = os.getpid()
+        self._params: list[torch.Tensor] = []
         self._handles: list[Any] = []
-        self._reading = Reading()
         self._seconds = 0.0
 
     def install(self, params: Sequence[torch.Tensor], uids: Sequence[int]) -> None:
@@ -59,70 +55,63 @@ class Early:
             and p.numel() * p.element_size() >= MIN_BYTES
         ]  # fmt: skip
         self._params = [p for p, _ in chosen]
-        self._uids = [uid for _, uid in chosen]
-        self._calls = [0] * len(chosen)
-        """Since the last update."""
-        self._calls_before = list(self._calls)
-        self._due = [_NEVER] * len(chosen)
-        """Calls after which a gradient is final."""
-        self._sent_at = [0] * len(chosen)
-        """At which call it was handed over, since the last update."""
-        self._sent: list[Callable[[], torch.Tensor | None]] = [_nothing] * len(chosen)
-        """Weak references: a gradient that is gone may have lent its id to the next."""
-        self._final: list[int] = []
-        """Gradients that are to be handed over."""
-        self._final_bytes = 0
-        self._hopeless: set[int] = set()
-        self._outstanding: list[PendingEarly] = []
+        self._final = Final([uid for _, uid in chosen], self._ledger)
+        self._unread_bytes = 0
+        """Of what the writer has not been woken for."""
+        self._reduced: set[int] = set()
+        """Those that come by way of early_hook."""
+        self._waiting: list[int] = []
+        """Those whose reduction is waited for until backward ends."""
+        self._num_hopeless = 0
         self._is_called_back = False
         self._waits = _is_distributed()
         self._handles = [_on_accumulated(p, self._hook(i)) for i, p in enumerate(self._params)]
+        _by_parameter.update((id(p), (self, i)) for i, p in enumerate(self._params))
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        for p in self._params:
+            if _by_parameter.get(id(p), (None, 0))[0] is self:
+                del _by_parameter[id(p)]
 
     # -- during backward ----------------------------------------------------------------------------------------------
 
     def _hook(self, i: int) -> Callable[[torch.Tensor], None]:
-        """Touches no tensor: there are many of these, and after backward they are in no cache."""
-        calls, due, final = self._calls, self._due, self._final
+        """What is looked at again later has left the cache: so the gradient is taken now, and nothing else is touched."""
+        final, now = self._final, time.perf_counter
+        note = final.notes.append
         size = self._params[i].numel() * self._params[i].element_size()
 
         def accumulated(p: torch.Tensor) -> None:
-            calls[i] += 1
-            if calls[i] % due[i]:
-                return
-            final.append(i)
-            self._final_bytes += size
+            begun = now()
+            if self._waits:
+                self._waiting.append(i)
+            else:
+                note((i, p.grad))
+                self._unread_bytes += size
             if not self._is_called_back:
                 self._is_called_back = True
                 _queue_callback(self._backward_ends)
-            if self._final_bytes >= BATCH_BYTES and not self._waits:
-                self._send()
+            if self._unread_bytes >= BATCH_BYTES and not final.busy:  # else it comes to these by itself
+                self._wake()
+            self._seconds += now() - begun
 
         return accumulated
 
-    def _send(self) -> None:
-        """Hand over what has become final."""
-        begun = time.perf_counter()
-        uids: list[int] = []
-        grads: list[torch.Tensor | None] = []
-        for i in self._final:
-            grad, n = self._params[i].grad, self._calls[i]
-            # The same again has been added to, and was not final the first time: the update will tell.
-            if grad is not None and self._sent[i]() is not grad and n <= MAX_TURNS * self._due[i]:
-                self._sent[i], self._sent_at[i] = weakref.ref(grad), n
-                uids.append(self._uids[i])
-                grads.append(grad)
-        self._final.clear()
-        self._final_bytes = 0
-        if uids and os.getpid() == self._pid:  # a forked child trains for itself
-            item = PendingEarly(uids, grads, self._reading)
-            self._outstanding.append(item)
-            self._put(item)
-        self._seconds += time.perf_counter() - begun
+    def _wake(self) -> None:
+        self._unread_bytes = 0
+        if os.getpid() == self._pid:
+            self._put(PendingEarly(self._final, self._final.num_steps))
+        else:
+            self._final.notes.clear()  # a forked child trains for itself
+
+    def bucket_reduced(self, reduced: list[tuple[int, torch.Tensor]]) -> None:
+        """These are final, as far as the reduction is concerned. Called by the thread that has reduced them."""
+        self._reduced.update(i for i, _ in reduced)
+        self._final.notes.extend(reduced)
+        self._wake()
 
     def _backward_ends(self) -> None:
         if self._waits:
@@ -132,36 +121,32 @@ class Early:
             self._backward_ended()
 
     def _backward_ended(self) -> None:
+        begun = time.perf_counter()
         self._is_called_back = False
-        self._send()
+        waited = [(i, self._params[i].grad) for i in self._waiting if i not in self._reduced]
+        self._waiting.clear()
+        self._final.notes.extend(waited)
+        if waited or self._unread_bytes:
+            self._wake()
+        self._seconds += time.perf_counter() - begun
 
     # -- at the step --------------------------------------------------------------------------------------------------
 
     def step_begins(self) -> float:
-        """What the writer has not read by now goes with the update. Learn for the next.
+        """What the writer has not read by now goes with the update.
 
         Returns the seconds that hooks have taken since the last.
         """
-        for item in self._outstanding:
-            item.grads[:] = [None] * len(item.grads)
-        self._outstanding.clear()
-        self._final.clear()
-        self._final_bytes = 0
+        self._final.step_begins()
+        self._unread_bytes = 0
+        self._waiting.clear()
         self._is_called_back = False  # a backward pass that raised has not called back
-        if self._calls != self._due:
-            # More calls than were due, with the last one sent, is a step that was skipped; the same twice is a habit.
-            self._due[:] = [
-                n if n and (n != at or n == before) else due
-                for n, at, before, due in zip(self._calls, self._sent_at, self._calls_before, self._due, strict=True)
-            ]
-        self._calls_before = list(self._calls)
-        if len(self._hopeless) != len(self._ledger.hopeless):
-            self._hopeless = set(self._ledger.hopeless)
-            for uid, handle in zip(self._uids, self._handles, strict=True):
-                if uid in self._hopeless:
+        if self._num_hopeless != len(self._ledger.hopeless):
+            hopeless = set(self._ledger.hopeless)
+            self._num_hopeless = len(hopeless)
+            for uid, handle in zip(self._final.uids, self._handles, strict=True):
+                if uid in hopeless:
                     handle.remove()
-        num = len(self._calls)
-        self._calls[:], self._sent_at[:], self._sent[:] = [0] * num, [0] * num, [_nothing] * num
         self._waits = _is_distributed()
         seconds, self._seconds = self._seconds, 0.0
         return seconds
@@ -169,8 +154,72 @@ class Early:
     def is_read(self) -> bool:
         """Whether the writer has one of these gradients in hand (never after step_begins() and before the next backward,
         once it has put down the one it had)."""
-        return self._reading.busy
+        return self._final.busy
 
 
 def _is_distributed() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
+    return dist.is_available() and dist.is_initialized()
+
+
+# -- reduced gradients ------------------------------------------------------------------------------------------------
+
+
+def early_hook(hook: Callable[[Any, Any], Any] | None = None) -> Callable[[Any, Any], Any]:
+    """A communication hook for DistributedDataParallel that does what `hook` does, and hands each bucket over when it has
+    been reduced, if attach(..., early=True) watches its parameters: `ddp.register_comm_hook(state, early_hook(hook))`.
+
+    Without `hook`, gradients are averaged as DDP does it when it has no hook, and `state` is the process group (None: the
+    default one). The bits are those of DDP without a hook, except with `gradient_as_bucket_view=True` on a number of ranks
+    that is not a power of two, and in `join(divide_by_initial_world_size=False)`, where no hook knows by what to divide. DDP
+    leaves the division to its hook: one pass more over all gradients.
+    """
+    return _EarlyHook(average if hook is None else hook)
+
+
+class _EarlyHook:
+    """A class, so that a DDP module that has one can be copied and pickled."""
+
+    def __init__(self, hook: Callable[[Any, Any], Any]) -> None:
+        self.hook = hook
+        for name in ("__name__", "__qualname__"):  # DDP looks at them
+            setattr(self, name, getattr(hook, name, type(hook).__name__))
+
+    def __call__(self, state, bucket):  # type: ignore[no-untyped-def]  # torch reads annotations, and wants its own
+        def reduced(done: Any) -> Any:
+            value = done.value()
+            _hand_over(bucket, value[0] if isinstance(value, (list, tuple)) else value)
+            return value
+
+        return self.hook(state, bucket).then(reduced)
+
+
+def average(state: Any, bucket: Any) -> Any:
+    """As DDP without a hook: divided (by multiplying), then summed."""
+    group: Any = dist.group.WORLD if state is None else state
+    buffer = bucket.buffer()
+    if buffer.is_sparse:
+        buffer.div_(group.size())
+    else:
+        buffer.mul_(1.0 / group.size())
+    return dist.all_reduce(buffer, group=group, async_op=True).get_future().then(_first)
+
+
+def _first(done: Any) -> Any:
+    return done.value()[0]
+
+
+def _hand_over(bucket: Any, result: torch.Tensor) -> None:
+    """The gradients in a bucket, as DDP will take them from the hook's result."""
+    buffer = bucket.buffer()
+    if result.is_sparse or result.dtype != buffer.dtype or result.numel() != buffer.numel():
+        return
+    found: dict[Early, list[tuple[int, torch.Tensor]]] = {}
+    start = result.storage_offset() - buffer.storage_offset()
+    for p, view in zip(bucket.parameters(), bucket.gradients(), strict=True):
+        watched = _by_parameter.get(id(p))
+        if watched is not None:
+            early, i = watched
+            at = start + view.storage_offset()
+            found.setdefault(early, []).append((i, result.as_strided(view.size(), view.stride(), at)))
+    for early, reduced in found.items():
+        early.bucket_reduced(reduced)

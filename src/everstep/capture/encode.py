@@ -89,15 +89,15 @@ class Encoder:
         return [ref.dtype, ref.shape, ref.first, ref.num_pieces, ref.offset, ref.strides]
 
     def _early(self, item: PendingEarly) -> None:
-        for i, uid in enumerate(item.uids):
-            item.reading.busy = True  # before it is taken: whoever takes it back looks after that
-            g, item.grads[i] = item.grads[i], None
+        found = item.final.take(item.num_steps)
+        while found is not None:
             try:
-                if g is not None:
-                    self.sent.take(uid, g)
+                self.sent.take(*found)
             finally:
-                g = None
-                item.reading.busy = False
+                found = None
+                item.final.put_down()
+            found = item.final.take(item.num_steps)
+        item.final.put_down()
 
     def _update(self, item: PendingUpdate) -> Update:
         self.sent.begin_update()

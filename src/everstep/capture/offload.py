@@ -102,9 +102,10 @@ class Offload:
     # -- training thread ----------------------------------------------------------------------------------------------
 
     def put(self, step: int, item: Item) -> None:
-        """Hand over a part of the frame of this step; returns at once."""
+        """Hand over a part of the frame of this step; returns at once. What left early may come from any thread."""
         size = _size(item)
-        self._handed_bytes += size
+        if size:
+            self._handed_bytes += size
         self._jobs.put((step, item, size))
 
     def commit(self, pending: PendingCommit) -> None:

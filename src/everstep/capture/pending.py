@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from everstep.atoms import Layout
+from everstep.capture.final import Final
 
 _news = threading.Condition()
 
@@ -92,22 +93,13 @@ class PendingUpdate:
     """Which gradient the writer has in hand."""
 
 
-class Reading:
-    """Whether the writer thread has a gradient in hand that was handed over early."""
-
-    __slots__ = ("busy",)
-
-    def __init__(self) -> None:
-        self.busy = False
-
-
 @dataclass
 class PendingEarly:
-    """Gradients that seem final. They are still anybody's to write to, or to replace; what is None was taken back."""
+    """Gradients that seem final. They are still anybody's to write to, or to replace, or to take back."""
 
-    uids: list[int]
-    grads: list[torch.Tensor | None]
-    reading: Reading
+    final: Final
+    num_steps: int
+    """Of their optimizer, that had begun before."""
 
 
 @dataclass

@@ -137,6 +137,10 @@ class Home:
         assert self._arena is not None
         return self._arena.memory[stored.offset : stored.offset + stored.num_bytes]
 
+    def has(self, stored: StoredTensor) -> bool:
+        """Whether a tensor that was handed out is still what it was described as."""
+        return piece_sums(self.bytes_of(stored), stored.uid, dtype_named(stored.dtype).itemsize) == stored.sums
+
     def close(self) -> None:
         if self._arena is not None:
             self._arena.close()
@@ -168,8 +172,12 @@ def take(manifest: Manifest, memory: Bytes) -> list[torch.Tensor]:
         return list(pool.map(check, manifest.tensors))
 
 
-def _damaged(manifest: Manifest, stored: StoredTensor) -> CorruptionError:
-    return CorruptionError(f"step {manifest.step}: {stored.key}, as the shadow handed it out, has another checksum")
+class DamagedStateError(CorruptionError):
+    """What a shadow has handed out is not what it said it would be."""
+
+
+def _damaged(manifest: Manifest, stored: StoredTensor) -> DamagedStateError:
+    return DamagedStateError(f"step {manifest.step}: {stored.key}, as the shadow handed it out, has another checksum")
 
 
 _Run: TypeAlias = tuple[int, Bytes, list[tuple[int, int]]]
@@ -207,7 +215,7 @@ class Copying:
         try:
             self._file = open(file, "rb", buffering=0)  # noqa: SIM115  # until all is read: see close()
         except OSError as e:
-            raise CorruptionError(f"the shadow's memory {file} cannot be opened: {e.strerror}") from e
+            raise DamagedStateError(f"the shadow's memory {file} cannot be opened: {e.strerror}") from e
         self._pool = ThreadPoolExecutor(os.cpu_count() or 1, "everstep-take")
         self._under_way: list[Future[None]] = []
         self._complete = False

@@ -122,16 +122,23 @@ class ShadowKeeper(Keeper):
                         self._progressed.wait(0.1)
                         self._release()
                 return
-            self._spilled = True
-            self._log.place = self._disk
-            why = "shared memory is nearly full" if scarce else f"the shadow is {lag / 1e6:.0f} MB behind"
-            self.say(f"{why}: the log goes to disk from step {self._durable + 1} on")
+            self._spill("shared memory is nearly full" if scarce else f"the shadow is {lag / 1e6:.0f} MB behind")
         elif self._spilled:
             self.spilled_steps += 1
             if lag < limit / 2 and not scarce and self.folded >= self._durable - 4:
                 self._spilled = False
                 self._log.place = self._memory
                 self.say(f"the shadow has caught up at step {self._durable}")
+
+    def _spill(self, why: str) -> None:
+        self._spilled = True
+        self._log.place = self._disk
+        self.say(f"{why}: the log goes to disk from step {self._durable + 1} on")
+
+    def never_stored(self, first: int, last: int) -> None:
+        super().never_stored(first, last)
+        if not (self.unfit or self._spilled) and self._memory_is_scarce():  # it got full faster than was looked
+            self._spill("shared memory is full")
 
     def _release(self) -> None:
         floor = self.folded

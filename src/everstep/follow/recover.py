@@ -18,7 +18,7 @@ from everstep.follow.serve import SOCKET
 from everstep.format import documents
 from everstep.format.documents import Manifest
 from everstep.link import addresses, messages, sockets
-from everstep.link.messages import VERSION, Close, Fetch, Fetched, Hello, Message
+from everstep.link.messages import VERSION, Close, Fetch, Fetched, Hello, Message, Trouble
 from everstep.link.sockets import Channel
 from everstep.memory import Bytes
 from everstep.restore.execute import state_of
@@ -72,6 +72,15 @@ class Offer:
     @property
     def fingerprint(self) -> dict[str, object]:
         return self.manifest.fingerprint
+
+    def is_damaged(self, text: str) -> None:
+        """Tell a shadow of this host; returns when it has looked at what it holds, and given it up if that is so."""
+        if self.channel is not None:
+            with contextlib.suppress(LinkError, OSError):
+                self.channel.send(Trouble(text), timeout=_ASK_S)
+                self.channel.receive(_WAIT_S)  # nothing: it ends the conversation
+            self.channel.close()
+            self.channel = None
 
     def release(self) -> None:
         """The shadow may go on."""

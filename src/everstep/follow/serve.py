@@ -260,7 +260,9 @@ class Server:
                 if self._receiver is not None:
                     self._send_regions(channel, handout, received.message)
                 done = channel.receive(600.0)
-                if not done or not isinstance(done[0].message, Fetched):
+                if done and isinstance(done[0].message, Trouble):
+                    self._shadow.look_again()
+                elif not done or not isinstance(done[0].message, Fetched):
                     raise LinkError("the state that was handed out was not acknowledged")
             finally:
                 handout.done()

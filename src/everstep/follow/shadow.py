@@ -216,6 +216,22 @@ class Shadow:
             raise found[0]
         return found[0]
 
+    def look_again(self) -> None:
+        """Somebody says that what was handed out is not what it was described as: if that is so, forget it."""
+        done = threading.Event()
+
+        def job() -> None:
+            try:
+                given = self._given
+                damaged = [] if given is None else [t.key for t in given.stored if not self._home.has(t)]
+                if damaged:
+                    raise CorruptionError(f"the memory of {', '.join(damaged[:5])} changed by itself; all is given up")
+            finally:
+                done.set()
+
+        self.do(job)
+        done.wait()
+
     def stand_up(self) -> None:
         """Hold the newest base that this shadow's folder has, for whoever asks before a trainer comes."""
         done = threading.Event()
