@@ -28,7 +28,8 @@ def build(wrap: str) -> tuple[nn.Module, torch.optim.Optimizer]:
         model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
     weights = [p for name, p in model.named_parameters() if name.endswith("weight")]
     rest = [p for name, p in model.named_parameters() if not name.endswith("weight")]
-    return model, torch.optim.AdamW([{"params": weights, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}], lr=0.01)
+    groups = [{"params": weights, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+    return model, torch.optim.AdamW(groups, lr=0.01)
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
@@ -57,7 +58,7 @@ def differences(wanted: dict[str, Any], found: dict[str, Any]) -> list[str]:
         for part, a, b in (
             ("model", wanted["model"], found["model"]),
             ("state", wanted["optimizer"]["state"], found["optimizer"]["state"]),
-            ("groups", groups(wanted), groups(found)),
+            ("groups", hyper(wanted), hyper(found)),
         )
         for difference in equal(in_order(a), in_order(b), part)
     ]
@@ -67,7 +68,7 @@ def in_order(values: Any) -> Any:
     return {k: in_order(values[k]) for k in sorted(values)} if isinstance(values, dict) else values
 
 
-def groups(state: dict[str, Any]) -> dict[str, Any]:
+def hyper(state: dict[str, Any]) -> dict[str, Any]:
     return {
         name: {"lr": group["lr"], "weight_decay": group["weight_decay"]}
         for group in state["optimizer"]["param_groups"]
