@@ -291,7 +291,7 @@ def _refuse_fsdp1(model: str, prefix: str, module: nn.Module) -> None:
         raise UsageError(
             f"{model}: {prefix.rstrip('.') or 'the model'} is wrapped in FullyShardedDataParallel (FSDP1), which cuts "
             "parameters in flat pieces: Everstep does not record it. Use torch.distributed.fsdp.fully_shard (FSDP2). What "
-            "an FSDP1 job has goes into such a model, and a run's state into an FSDP1 job, by full state dicts: docs/fsdp1.md"
+            "an FSDP1 job has goes into such a model, and a run's state into an FSDP1 job, by state dicts: docs/fsdp1.md"
         )
 
 
