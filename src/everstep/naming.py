@@ -197,6 +197,7 @@ def take_inventory(
         for prefix, module in walk(model):
             if id(module) not in visited:
                 visited.add(id(module))
+                _refuse_fsdp1(model_name, prefix, module)
                 for container in (module._parameters, module._buffers, module._modules):
                     inventory.containers.append((container, len(container)))
             _add(found, inventory, model_name, prefix, module, called, patterns)
@@ -281,6 +282,17 @@ def _add(
             if (old.owner, old.name) != (model, name) and alias not in old.aliases:
                 old.aliases.append(alias)
             inventory.places.append(Place(container, key, found[id(tensor)].uid))
+
+
+def _refuse_fsdp1(model: str, prefix: str, module: nn.Module) -> None:
+    """UsageError for FullyShardedDataParallel: its parameters are pieces of flat ones, and no box of any tensor."""
+    if any(c.__module__.startswith("torch.distributed.fsdp.") and c.__name__ == "FullyShardedDataParallel"
+           for c in type(module).__mro__):  # fmt: skip
+        raise UsageError(
+            f"{model}: {prefix.rstrip('.') or 'the model'} is wrapped in FullyShardedDataParallel (FSDP1), which cuts "
+            "parameters in flat pieces: Everstep does not record it. Use torch.distributed.fsdp.fully_shard (FSDP2). What "
+            "an FSDP1 job has goes into such a model, and a run's state into an FSDP1 job, by state dicts: docs/fsdp1.md"
+        )
 
 
 def _check(f: _Found) -> None:

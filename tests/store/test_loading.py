@@ -60,7 +60,7 @@ def test_parts_come_in_any_order_by_any_thread(base: tuple[str, Manifest, list[t
         worker.start()
     for worker in workers:
         worker.join()
-    loading.need_all(2, range(len(SIZES)))
+    loading.need_all(2, {index: [(0, None)] for index in range(len(SIZES))})
     reader.close()
     for index, start, stop in parts:
         assert not loading.tensors[index][start:stop].any()
@@ -80,7 +80,7 @@ def test_a_damaged_piece_is_found_by_whoever_needs_it_and_by_nobody_else(
     with pytest.raises(CorruptionError, match="t0"):
         loading.need(0, PIECE_ELEMENTS, 2 * PIECE_ELEMENTS)
     with pytest.raises(CorruptionError, match="t0"):
-        loading.need_all(2, range(len(SIZES)))
+        loading.need_all(2, {index: [(0, None)] for index in range(len(SIZES))})
     reader.close()
 
 

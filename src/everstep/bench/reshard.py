@@ -2,8 +2,9 @@
 
 The overhead benchmark's model is trained under FSDP2 on some ranks, which leaves a base and frames after it, and a
 checkpoint of DCP of the same state. Then both are loaded into live objects, by turns, on the same number of ranks and on
-others; each number of ranks has real processes (gloo) of its own, which wait while others are measured. The time of a load
-is that of the slowest rank, from a barrier on. Before every turn the files are dropped from the page cache.
+others; each number of ranks has real processes (gloo) of its own, which wait while others are measured. The others have a
+run of their own, too: loading that one tells what so many processes take on this machine where nothing is cut. The time of
+a load is that of the slowest rank, from a barrier on. Before every turn the files are dropped from the page cache.
 """
 
 from __future__ import annotations
@@ -59,45 +60,58 @@ def measure(settings: Settings, progress: Progress = silent) -> dict[str, Any]:
             sizes = [settings.source, *(n for n in settings.targets if n != settings.source)]
             progress("starting ranks", 0, sum(sizes))
             worlds = {n: stack.enter_context(_world(n, top, settings.workload)) for n in sizes}
-            progress("writing a run", 0, settings.num_frames)
-            worlds[settings.source].do("write", num_frames=settings.num_frames)
-            return _measure(settings, top, worlds, progress)
+            sums = {}
+            for n, world in worlds.items():
+                progress(f"writing a run by {n}", 0, settings.num_frames)
+                sums[n] = world.do("write", num_frames=settings.num_frames, dcp=n == settings.source)[0]
+            return _measure(settings, top, worlds, sums, progress)
     finally:
         shutil.rmtree(top, ignore_errors=True)
 
 
-def _measure(settings: Settings, top: str, worlds: dict[int, _World], progress: Progress) -> dict[str, Any]:
-    history = History(os.path.join(top, "run"))
-    plans = history.plans()
-    if any(len(plan.frames) != settings.num_frames for plan in plans):
-        raise AssertionError(f"the plans replay {[len(plan.frames) for plan in plans]} frames, not {settings.num_frames}")
+def _measure(
+    settings: Settings, top: str, worlds: dict[int, _World], sums: dict[int, list[int]], progress: Progress
+) -> dict[str, Any]:
+    """`sums`: of what the ranks of each world had when their run was written."""
+    plans = {n: History(_run(top, n)).plans() for n in worlds}
+    if any(len(plan.frames) != settings.num_frames for each in plans.values() for plan in each):
+        raise AssertionError(f"the plans do not all replay {settings.num_frames} frames")
     files = [os.path.join(folder, name) for folder, _, names in os.walk(top) for name in names]
-    ways = ("everstep", "dcp") if settings.peers else ("everstep",)
-    turns = [(way, n) for way in ways for n in worlds]
-    for way, n in turns:  # unmeasured; and are they right?
-        worlds[n].do("load", way=way)
-        sums = [tuple(each) for each in worlds[n].do("checksum")]
-        if len(set(sums)) != 1 or sums[0] != (expected := tuple(worlds[settings.source].do("checksum")[0])):
-            raise AssertionError(f"{way} on {n} ranks: the state has sums {sums}, not {expected}")
-    seconds: dict[str, dict[int, list[float]]] = {way: {n: [] for n in worlds} for way in ways}
+    source, others = settings.source, [n for n in worlds if n != settings.source]
+    turns = [("everstep", n, source) for n in worlds] + [("everstep", n, n) for n in others]
+    if settings.peers:
+        turns += [("dcp", n, source) for n in worlds]
+    for way, n, by in turns:  # unmeasured; and are they right?
+        worlds[n].do("load", way=way, by=by)
+        if any(found != sums[by] for found in worlds[n].do("checksum")):
+            raise AssertionError(f"{way} on {n} ranks: the state is not the one that {by} ranks had")
+    seconds: dict[tuple[str, int, int], list[float]] = {turn: [] for turn in turns}
     lot = random.Random(settings.seed)
     for repetition in range(settings.num_repetitions):
         progress("repetitions", repetition, settings.num_repetitions)
         lot.shuffle(turns)
-        for way, n in turns:
+        for way, n, by in turns:
             drop_from_cache(files)
-            seconds[way][n].append(max(worlds[n].do("load", way=way)))
+            seconds[way, n, by].append(max(worlds[n].do("load", way=way, by=by)))
     progress("repetitions", settings.num_repetitions, settings.num_repetitions)
-    medians = {way: {n: statistics.median(s) for n, s in each.items()} for way, each in seconds.items()}
-    same = medians["everstep"][settings.source]
-    others = [n for n in worlds if n != settings.source]
+    median = {turn: statistics.median(s) for turn, s in seconds.items()}
+    ours = {n: median["everstep", n, source] for n in worlds}
+    own = {n: median["everstep", n, n] for n in worlds}
+    theirs = {n: median["dcp", n, source] for n in worlds} if settings.peers else {}
     return {
-        "workload": asdict(settings.workload), "source_ranks": settings.source, "num_frames": settings.num_frames,
-        "num_bytes": sum(plan.num_bytes for plan in plans), "num_repetitions": settings.num_repetitions,
-        "median_s": medians, "seconds": seconds,
-        "ratio": {n: medians["everstep"][n] / same for n in others},
-        "ratio_to_dcp": {n: medians["everstep"][n] / medians["dcp"][n] for n in worlds} if settings.peers else {},
+        "workload": asdict(settings.workload), "source_ranks": source, "num_frames": settings.num_frames,
+        "num_bytes": sum(plan.num_bytes for plan in plans[source]), "num_repetitions": settings.num_repetitions,
+        "median_s": {"everstep": ours, **({"dcp": theirs} if theirs else {})}, "own_median_s": own,
+        "seconds": [{"way": way, "ranks": n, "written_by": by, "seconds": s} for (way, n, by), s in seconds.items()],
+        "ratio": {n: ours[n] / own[source] for n in others},
+        "ratio_to_own": {n: ours[n] / own[n] for n in others},
+        "ratio_to_dcp": {n: ours[n] / theirs[n] for n in theirs},
     }  # fmt: skip
+
+
+def _run(top: str, num_ranks: int) -> str:
+    """The run that so many ranks wrote."""
+    return os.path.join(top, f"run-{num_ranks}")
 
 
 # -- the ranks --------------------------------------------------------------------------------------------------------
@@ -171,7 +185,7 @@ class _Rank:
     """A model under FSDP2 over all ranks."""
 
     def __init__(self, top: str, workload: Workload) -> None:
-        self._run = os.path.join(top, "run")
+        self._top = top
         self._dcp = os.path.join(top, "dcp")
         self._workload = workload
         self._model, self._optimizer = self._build()
@@ -191,23 +205,24 @@ class _Rank:
     def _step(self, batch: Any) -> None:
         workloads.train_step(self._model, self._optimizer, batch)
 
-    def write(self, num_frames: int) -> None:
-        """A run with a base of full optimizer state and frames after it; the same state by DCP."""
+    def write(self, num_frames: int, dcp: bool) -> list[int]:
+        """A run with a base of full optimizer state and frames after it; with `dcp` the same state by DCP. checksum()."""
         from torch.distributed.checkpoint import save  # type: ignore[attr-defined]
 
         from everstep.bench.restore import _LeaveWithoutBaseError
         from everstep.run import attach
 
         batches = iter(workloads.batches(self._workload))
+        path = _run(self._top, dist.get_world_size())
         options: dict[str, Any] = {"quiet": True, "follower": False, "base_interval": 1 << 40}
-        with attach(self._model, self._optimizer, self._run, **options) as run:
+        with attach(self._model, self._optimizer, path, **options) as run:
             run.resume()
             for _ in range(WARM_STEPS):
                 self._step(next(batches))
                 run.commit()
         with (
             contextlib.suppress(_LeaveWithoutBaseError),
-            attach(self._model, self._optimizer, self._run, **options) as run,
+            attach(self._model, self._optimizer, path, **options) as run,
         ):
             run.resume()
             for _ in range(num_frames):
@@ -216,7 +231,9 @@ class _Rank:
             run.flush()
             dist.barrier()
             raise _LeaveWithoutBaseError
-        save(self._state(), checkpoint_id=self._dcp)
+        if dcp:
+            save(self._state(), checkpoint_id=self._dcp)
+        return self.checksum()
 
     def _state(self) -> dict[str, Any]:
         from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -224,15 +241,15 @@ class _Rank:
         model, optimizer = get_state_dict(self._model, self._optimizer)
         return {"model": model, "optimizer": optimizer}
 
-    def load(self, way: str) -> float:
-        """How long it takes."""
+    def load(self, way: str, by: int) -> float:
+        """How long it takes to load what so many ranks wrote."""
         from torch.distributed.checkpoint import load  # type: ignore[attr-defined]
         from torch.distributed.checkpoint.state_dict import set_state_dict
 
         dist.barrier()
         begun = time.perf_counter()
         if way == "everstep":
-            History(self._run).restore(self._model, self._optimizer)
+            History(_run(self._top, by)).restore(self._model, self._optimizer)
         else:
             state = self._state()
             load(state, checkpoint_id=self._dcp)

@@ -170,12 +170,12 @@ def reshard(
 def _print_reshard(found: dict[str, Any]) -> None:
     from rich.table import Table
 
-    table = Table("ranks", "everstep", "over the same layout", "dcp")
+    table = Table("ranks", "everstep", "over the same layout", "over a run of their own", "dcp")
     for n, seconds in found["median_s"]["everstep"].items():
         dcp = found["median_s"].get("dcp", {}).get(n)
-        ratio = found["ratio"].get(n)
+        ratios = (found[key].get(n) for key in ("ratio", "ratio_to_own"))
         table.add_row(
-            f"{found['source_ranks']} -> {n}", f"{seconds:.3f} s", "" if ratio is None else f"{ratio:.2f}",
+            f"{found['source_ranks']} -> {n}", f"{seconds:.3f} s", *("" if r is None else f"{r:.2f}" for r in ratios),
             "" if dcp is None else f"{dcp:.3f} s",
         )  # fmt: skip
     _print_machine(found)

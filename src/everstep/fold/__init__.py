@@ -22,13 +22,13 @@ from everstep import tree
 from everstep.atoms import Layout, OptimizerSpec
 from everstep.fold.apply import unhooked_step
 from everstep.fold.cut import LARGE_UNIT_ELEMENTS, UNIT_ELEMENTS, TilePlan
-from everstep.fold.state import Live, OptimizerState, State, class_name, find_class, register
+from everstep.fold.state import Live, OptimizerState, Ranges, State, class_name, find_class, register
 from everstep.fold.tiles import Source, Unit, run_units
 from everstep.fold.whole import Whole
 from everstep.frame import FrameData, Op, SetGroups, SetLayout, SetState, SetTensor
 
 __all__ = [
-    "Folder", "Live", "OptimizerState", "State", "class_name", "find_class", "register", "unhooked_step",
+    "Folder", "Live", "OptimizerState", "Ranges", "State", "class_name", "find_class", "register", "unhooked_step",
 ]  # fmt: skip
 
 _NOT_COPIED = frozenset(
@@ -72,6 +72,10 @@ class Folder:
                     Whole(state, self._build, self._find_layout).apply(frames[i])
             state.step = frames[j - 1].step
             i = j
+
+    def is_one_row(self, state: State, frames: Sequence[FrameData]) -> bool:
+        """Whether all of these are folded at once: only then may some elements of a parameter be left out."""
+        return not _shares_params(state) and all(_is_simple(state, frame.ops) for frame in frames)
 
     def _build(
         self, spec: OptimizerSpec, groups: list[dict[str, Any]], state: dict[torch.Tensor, dict[str, Any]]

@@ -115,8 +115,10 @@ class TilePlan:
                     self.whole.setdefault(name, []).append(Tile(uid, 0, tensor.numel(), index, True))
                     continue
                 tiles = found[tensor.numel() * tensor.element_size() < PACK_BELOW_BYTES]
-                for start in range(0, tensor.numel(), PIECE_ELEMENTS):
-                    tiles.append(Tile(uid, start, min(start + PIECE_ELEMENTS, tensor.numel()), index, False))
+                for first, end in state.needed.get(uid, ((0, tensor.numel()),)):
+                    starts = [first, *range((first // PIECE_ELEMENTS + 1) * PIECE_ELEMENTS, end, PIECE_ELEMENTS)]
+                    for start, stop in zip(starts, [*starts[1:], end], strict=True):
+                        tiles.append(Tile(uid, start, stop, index, False))
         return found
 
     def _tileable(self, name: str, optimizer: OptimizerState, uid: int, tensor: torch.Tensor) -> bool:

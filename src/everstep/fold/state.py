@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -10,6 +10,9 @@ import torch
 
 from everstep.atoms import Layout, OptimizerSpec
 from everstep.errors import CorruptionError, ReplayError
+
+Ranges = Sequence[tuple[int, int]]
+"""Elements [start, stop) of a tensor, each once, in order."""
 
 
 @dataclass
@@ -26,7 +29,7 @@ class OptimizerState:
 class Loading(Protocol):
     """Values on their way into the memory of a state's tensors.
 
-    Parts are elements [start, stop), cut at multiples of pieces; all of a tensor if not told.
+    Parts are elements [start, stop); all of a tensor if not told.
     """
 
     def begin(self, tensor: torch.Tensor, start: int = 0, stop: int | None = None) -> None:
@@ -61,6 +64,8 @@ class State:
     """For tensors that have their memory, but perhaps not yet their values."""
     is_part: bool = False
     """Only some of the layout's atoms are here, with their optimizer state. Frames that are folded hold no others."""
+    needed: Mapping[int, Ranges] = field(default_factory=dict)
+    """By parameter: elements (flat, cut at multiples of 64) that somebody wants. Others need not get their values."""
 
     def here(self, uids: tuple[int, ...]) -> tuple[int, ...]:
         """Those of a group's parameters that are in this state: all, unless it is a part."""
@@ -77,7 +82,7 @@ class State:
             self.loading.need(tensor, start, stop)
 
     def need_all(self) -> None:
-        """Return when all have theirs."""
+        """Return when all have theirs: all that is needed."""
         if self.loading is not None:
             self.loading.need_all()
 

@@ -21,7 +21,7 @@ from everstep import tree
 from everstep.atoms import PIECE_ELEMENTS, Layout, state_uid
 from everstep.errors import AuditError, CorruptionError, MismatchError
 from everstep.fingerprint import differences, fingerprint
-from everstep.fold import Folder, Live, OptimizerState, State
+from everstep.fold import Folder, Live, OptimizerState, Ranges, State
 from everstep.format.documents import Manifest
 from everstep.frame import Footer, SetGroups, SetLayout, audit_entries
 from everstep.memory import plain, view_bytes, with_strides
@@ -50,17 +50,18 @@ class Restored:
 
 def restore(
     line: Line, step: int, *, live: Live | None = None, num_workers: int | None = None,
-    progress: Progress | None = None, only: Set[int] | None = None,
+    progress: Progress | None = None, only: Mapping[int, Ranges] | None = None, shared: bool = False,
 ) -> Restored:  # fmt: skip
     """S(step), every bit verified, from the cheapest plan that is not damaged.
 
-    `only`: of parameters and buffers these alone, with what optimizers know of them; nothing else is read.
+    `only`: of parameters and buffers these alone, with what optimizers know of them; nothing else is read. Of each of them
+    only these elements are wanted: others may have any value. `shared`: other processes of this host read the same files.
     """
     failures: list[CorruptionError] = []
     for plan in line.plans(step):
         try:
             with _no_gc():
-                return _execute(line, plan, live, num_workers or os.cpu_count() or 1, progress, only)
+                return _execute(line, plan, live, num_workers or os.cpu_count() or 1, progress, only, shared)
         except CorruptionError as e:
             failures.append(e)
     raise _with_alternatives(line, failures[0])
@@ -112,22 +113,27 @@ def check_before_replay(
 
 
 def _execute(
-    line: Line, plan: Plan, live: Live | None, num_workers: int, progress: Progress | None, only: Set[int] | None
-) -> Restored:
-    stored, readers = open_frames(line, plan)
+    line: Line, plan: Plan, live: Live | None, num_workers: int, progress: Progress | None,
+    only: Mapping[int, Ranges] | None, shared: bool,
+) -> Restored:  # fmt: skip
+    stored, readers = open_frames(line, plan, shared=shared)
     frames: Sequence[StoredFrame | PartFrame] = stored
     find_layout = layout_finder(line)
     if only is not None:
-        frames = [PartFrame(f, only) for f in stored]
-        find_layout = parts.part_finder(find_layout, only)
+        frames = [PartFrame(f, only.keys()) for f in stored]
+        find_layout = parts.part_finder(find_layout, only.keys())
     state: State | None = None
     try:
-        state = begin_base(plan, num_workers, only)
+        state = begin_base(plan, num_workers, None if only is None else only.keys(), shared=shared)
         told = None if progress is None else (lambda done, total: progress("replay", done, total))
-        for threads, part in groupby(frames, lambda f: num_threads(line, f)):
-            Folder(
-                find_layout=find_layout, live=live, num_threads=threads, num_workers=num_workers, progress=told,
-            ).fold(state, list(part))  # fmt: skip
+        rows = [
+            (Folder(find_layout=find_layout, live=live, num_threads=n, num_workers=num_workers, progress=told), list(row))
+            for n, row in groupby(frames, lambda f: num_threads(line, f))
+        ]
+        if only is not None and len(rows) <= 1 and all(folder.is_one_row(state, row) for folder, row in rows):
+            state.needed = _needed(state, only, frames[-1].footer if frames else None)
+        for folder, row in rows:
+            folder.fold(state, row)
         state.need_all()
         if frames:
             state.cursor = frames[-1].cursor()
@@ -141,6 +147,33 @@ def _execute(
             state.close()
         for reader in readers:
             reader.close()
+
+
+def _needed(state: State, only: Mapping[int, Ranges], footer: Footer | None) -> dict[int, Ranges]:
+    """What must be replayed for the elements that are wanted: blocks that can be cut out, and all of some pieces.
+
+    A piece can be checked against its hash only as a whole. Where several want parts of it, one does: who wants a certain
+    element of it, which is another one in every piece.
+    """
+    hashed: dict[int, set[int]] = {}
+    if footer is not None:
+        entries = audit_entries(footer)
+        for uid, piece in zip(entries["uid"].tolist(), entries["piece"].tolist(), strict=True):
+            hashed.setdefault(uid, set()).add(piece)
+    keys = {name: {key for values in o.state.values() for key in values} for name, o in state.optimizers.items()}
+    found: dict[int, Ranges] = {}
+    for uid, ranges in only.items():
+        tensor = state.tensors.get(uid)
+        if tensor is None:
+            continue
+        pieces = set(hashed.get(uid, ()))
+        for name in state.optimizers:
+            pieces.update(*(hashed.get(state_uid(name, uid, key), ()) for key in keys[name]))
+            if not keys[name] and footer is not None:  # what it will have after the first update is not known yet
+                pieces.update(range(-(-tensor.numel() // PIECE_ELEMENTS)))
+        mine = {piece for piece in pieces if parts.has_lot(ranges, uid, piece, tensor.numel())}
+        found[uid] = parts.blocks(ranges, tensor.numel(), mine)
+    return found
 
 
 def _fingerprint(line: Line, plan: Plan) -> dict[str, Any]:
@@ -157,13 +190,13 @@ def num_threads(line: Line, frame: StoredFrame | PartFrame) -> int:
     return 1 if header is None else int(header.fingerprint.get("num_threads", 1))
 
 
-def open_frames(line: Line, plan: Plan) -> tuple[list[StoredFrame], list[files.Reader]]:
+def open_frames(line: Line, plan: Plan, *, shared: bool = False) -> tuple[list[StoredFrame], list[files.Reader]]:
     """All planned files are opened first, so that retention cannot pull them away. The caller closes the readers."""
     readers: dict[str, files.Reader] = {}
     try:
         for entry in plan.frames:
             if entry.path not in readers:
-                readers[entry.path] = files.Reader(entry.path, direct=True)
+                readers[entry.path] = files.reader(entry.path, shared=shared)
         frames = [StoredFrame(e, readers[e.path], line.segments[e.path].seed) for e in plan.frames]
         check_chain(frames)
     except FileNotFoundError as e:
@@ -200,9 +233,9 @@ def load_base(plan: Plan, num_workers: int) -> State:
     return state
 
 
-def begin_base(plan: Plan, num_workers: int, only: Set[int] | None = None) -> State:
+def begin_base(plan: Plan, num_workers: int, only: Set[int] | None = None, *, shared: bool = False) -> State:
     """S(base step) whose tensors get their values when they are needed. The caller closes it."""
-    reader = bases.BaseReader(plan.base_folder, plan.base)
+    reader = bases.BaseReader(plan.base_folder, plan.base, shared=shared)
     loading = reader.load()
     tensors = []
     try:
@@ -219,7 +252,7 @@ def begin_base(plan: Plan, num_workers: int, only: Set[int] | None = None) -> St
         parts.keep(state, only)
         held = {id(t) for t in parts.tensors_of(state)}
         index_of = {i: index for i, index in index_of.items() if i in held}
-    state.loading = _Loading(reader, loading, index_of, num_workers)
+    state.loading = _Loading(reader, loading, index_of, num_workers, state)
     return state
 
 
@@ -227,12 +260,19 @@ class _Loading:
     """A base's values on their way into a state (a fold.Loading)."""
 
     def __init__(
-        self, reader: bases.BaseReader, loading: bases.Loading, index_of: dict[int, int], num_workers: int
+        self, reader: bases.BaseReader, loading: bases.Loading, index_of: dict[int, int], num_workers: int, state: State
     ) -> None:
         self._reader = reader
         self._loading = loading
         self._index_of = index_of
         self._num_workers = num_workers
+        self._state = state
+        self._uid_of: dict[int, int] = {}
+        """Of the parameter that a tensor is, or is cut with."""
+        for uid, tensor in state.tensors.items():
+            for each in (tensor, *(v for o in state.optimizers.values() for v in o.state.get(uid, {}).values())):
+                if isinstance(each, torch.Tensor) and each.shape == tensor.shape and id(each) in index_of:
+                    self._uid_of[index_of[id(each)]] = uid
 
     def begin(self, tensor: torch.Tensor, start: int = 0, stop: int | None = None) -> None:
         index = self._index_of.get(id(tensor))
@@ -245,7 +285,11 @@ class _Loading:
             self._loading.need(index, start, stop)
 
     def need_all(self) -> None:
-        self._loading.need_all(self._num_workers, list(self._index_of.values()))
+        needed, everything = self._state.needed, ((0, None),)
+        self._loading.need_all(
+            self._num_workers,
+            {index: needed.get(self._uid_of.get(index, 0), everything) for index in self._index_of.values()},
+        )
 
     def close(self) -> None:
         self._reader.close()
@@ -274,10 +318,10 @@ def state_of(manifest: Manifest, tensors: list[torch.Tensor]) -> State:
     )  # fmt: skip
 
 
-def audited_tensors(state: State) -> dict[int, tuple[str, torch.Tensor]]:
-    """Every dense tensor of a state that frames carry hashes of: uid -> (label, tensor)."""
+def audited_tensors(state: State) -> dict[int, tuple[str, torch.Tensor, Ranges | None]]:
+    """Every dense tensor of a state that frames carry hashes of: uid -> (label, tensor, what of it has its values)."""
     found = {
-        atom.uid: (atom.label(), state.tensors[atom.uid])
+        atom.uid: (atom.label(), state.tensors[atom.uid], state.needed.get(atom.uid))
         for atom in state.layout.atoms
         if atom.uid in state.tensors
     }
@@ -286,7 +330,9 @@ def audited_tensors(state: State) -> dict[int, tuple[str, torch.Tensor]]:
         for uid, values in optimizer.state.items():
             for key, value in values.items():
                 if isinstance(value, torch.Tensor) and not value.is_sparse:
-                    found[state_uid(name, uid, key)] = (f"{name}: {key} of {names.get(uid, uid)}", value)
+                    is_cut = uid in state.tensors and value.shape == state.tensors[uid].shape
+                    known = state.needed.get(uid) if is_cut else None
+                    found[state_uid(name, uid, key)] = (f"{name}: {key} of {names.get(uid, uid)}", value, known)
     return found
 
 
@@ -308,10 +354,12 @@ def audit(state: State, footer: Footer, num_workers: int = 1, *, is_part: bool =
     def check(uid: int) -> str | None:
         if uid not in known:
             return f"(tensor {uid:016x}, which the replayed state does not have)"
-        label, tensor = known[uid]
+        label, tensor, ranges = known[uid]
         dense = plain(tensor)
         data, size = view_bytes(dense), PIECE_ELEMENTS * dense.element_size()
         for piece, expected in by_uid[uid]:
+            if ranges is not None and not parts.has_piece(ranges, piece, dense.numel()):
+                continue
             part = data[piece * size : (piece + 1) * size]
             if bases.piece_sum(part, uid, piece * PIECE_ELEMENTS) != expected:
                 return label

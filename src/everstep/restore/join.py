@@ -19,7 +19,7 @@ from msgspec import structs
 from everstep.atoms import Atom, Layout
 from everstep.boxes import Share, filled, slices, whole
 from everstep.errors import CorruptionError, MismatchError, NothingToRestoreError, StepNotFoundError
-from everstep.fold import Live, OptimizerState, State
+from everstep.fold import Live, OptimizerState, Ranges, State
 from everstep.format.documents import GenerationDocument
 from everstep.frame import SetLayout
 from everstep.memory import dtype_named, same_bits
@@ -201,7 +201,8 @@ def fetch(
     near = 0 if rank is None else rank % era.world_size
     proven, fingerprint = True, {}
     for r, batch in joiner.batches(near):
-        part = restore(era.lines[r], source.step, live=live, only=batch)
+        only = {uid: joiner.ranges(uid, r) for uid in batch}
+        part = restore(era.lines[r], source.step, live=live, only=only, shared=world_size > 1 and joiner.is_cut(batch))
         joiner.add(r, part.state)
         proven = proven and part.proven
         fingerprint = part.fingerprint
@@ -254,6 +255,25 @@ class _Joiner:
                 if of_rank:
                     yield r, of_rank
             self._settle(batch)
+
+    def is_cut(self, batch: Set[int]) -> bool:
+        """Whether others are likely to want other parts of what these atoms are cut from."""
+        return any(not self._readings[uid].as_it_is for uid in batch)
+
+    def ranges(self, uid: int, rank: int) -> Ranges:
+        """Elements of a rank's memory of an atom that are wanted: of each cut the first to the last.
+
+        All of it where elements are padding, or on several ranks: else it might be that nobody wants those that decide who
+        checks a piece (parts.has_lot).
+        """
+        reading, size = self._readings[uid], self._held[uid][rank].size
+        num_held = sum(prod(share.size) for share in self._held[uid].values())
+        if reading.as_it_is or num_held != self._source.atoms[uid].numel:
+            return [(0, prod(size))]
+        steps = [prod(size[dim + 1 :]) for dim in range(len(size))]
+        firsts = [sum(o * s for o, s in zip(cut.source.offset, steps, strict=True)) for cut in reading.cuts[rank]]
+        lasts = [sum((n - 1) * s for n, s in zip(cut.source.size, steps, strict=True)) for cut in reading.cuts[rank]]
+        return [(first, first + last + 1) for first, last in zip(firsts, lasts, strict=True)]
 
     def _portions(self, uids: Iterable[int]) -> Iterator[set[int]]:
         """So that no more than BATCH_BYTES, or one atom, is in memory beside what is wanted."""
@@ -357,7 +377,8 @@ class _Joiner:
                 into.total[slices(cut.target)] += tensor[slices(cut.source)]
             return into
         if into is None:
-            into = torch.zeros(reading.size, dtype=tensor.dtype)
+            full = sum(cut.target.numel for cuts in reading.cuts.values() for cut in cuts) == prod(reading.size)
+            into = (torch.empty if full else torch.zeros)(reading.size, dtype=tensor.dtype)
         for cut in reading.cuts[rank]:
             into[slices(cut.target)] = tensor[slices(cut.source)]
         return into

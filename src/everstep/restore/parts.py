@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from msgspec import structs
 
-from everstep.atoms import Layout
-from everstep.fold import State
+from everstep.atoms import PIECE_ELEMENTS, Layout
+from everstep.fold import Ranges, State
 from everstep.frame import Carry, Footer, Op, SetGrad, SetGroups, SetState, SetTensor, Update, Wanted
 from everstep.memory import Scratch
 from everstep.store.segments import FrameEntry, StoredFrame
+
+BLOCK_ELEMENTS = 64
 
 
 def part_of_layout(layout: Layout, uids: Set[int]) -> Layout:
@@ -75,6 +77,38 @@ class PartFrame:
 
     def begin(self, wanted: Sequence[Wanted], scratch: Scratch) -> Callable[[], list[torch.Tensor]]:
         return self.frame.begin(wanted, scratch)
+
+
+def blocks(ranges: Ranges, numel: int, pieces: Set[int] = frozenset()) -> Ranges:
+    """What of a parameter of `numel` elements is replayed so that those in `ranges` are right: in order, each once.
+
+    Cuts are at multiples of 64, where every bit stays as it is in the whole. Of `pieces` that have any of it, all.
+    Something in any case: optimizers count their steps along with it.
+    """
+    found: list[tuple[int, int]] = []
+    for first, end in sorted(ranges) or [(0, min(1, numel))]:
+        start, stop = first // BLOCK_ELEMENTS * BLOCK_ELEMENTS, -(-end // BLOCK_ELEMENTS) * BLOCK_ELEMENTS
+        if start // PIECE_ELEMENTS in pieces:
+            start = start // PIECE_ELEMENTS * PIECE_ELEMENTS
+        if (stop - 1) // PIECE_ELEMENTS in pieces:
+            stop = -(-stop // PIECE_ELEMENTS) * PIECE_ELEMENTS
+        if found and start <= found[-1][1]:
+            start, stop = found[-1][0], max(found.pop()[1], stop)
+        found.append((start, min(stop, numel)))
+    return found
+
+
+def has_piece(ranges: Ranges, piece: int, numel: int) -> bool:
+    """Whether all of this piece is in the ranges."""
+    first, end = piece * PIECE_ELEMENTS, min((piece + 1) * PIECE_ELEMENTS, numel)
+    return any(start <= first and end <= stop for start, stop in ranges)
+
+
+def has_lot(ranges: Ranges, uid: int, piece: int, numel: int) -> bool:
+    """Whether the one element that decides who checks this piece is in the ranges."""
+    first, end = piece * PIECE_ELEMENTS, min((piece + 1) * PIECE_ELEMENTS, numel)
+    lot = first + (uid + piece) % max(1, end - first)
+    return any(start <= lot < stop for start, stop in ranges)
 
 
 def part_of_op(op: Op, uids: Set[int]) -> list[Op]:

@@ -285,7 +285,9 @@ class _Chunk:
             self._begin()
             under_way, self._under_way = self._under_way, None
             if under_way is not None:
-                under_way()  # if it fails, whoever comes next begins anew
+                data = under_way()  # if it fails, whoever comes next begins anew
+                if len(data) and data.ctypes.data != self._memory.ctypes.data:  # a SharedReader's
+                    np.copyto(self._memory[: len(data)], data)
                 self._is_read = True
 
     def _begin(self) -> None:
@@ -297,8 +299,8 @@ class _Chunk:
 class Loading:
     """A base on its way into memory: every tensor has its memory, which is filled when it is needed. Any thread.
 
-    Parts are elements [start, stop) at multiples of pieces, all of a tensor if not told. Each is verified once, when it
-    is first needed: after that its memory may be changed.
+    Parts are elements [start, stop), all of a tensor if not told. The pieces they are in are each verified once, when they
+    are first needed: after that their memory may be changed.
     """
 
     def __init__(
@@ -343,16 +345,16 @@ class Loading:
 
     def begin(self, index: int, start: int = 0, stop: int | None = None) -> None:
         """Ask for a part that will be needed soon."""
-        for chunk in self._under(index, start, stop):
+        for chunk in self._under(index, start // PIECE_ELEMENTS, self._end(index, stop)):
             chunk.begin()
 
     def need(self, index: int, start: int = 0, stop: int | None = None) -> None:
         """Return when this part has been read and verified."""
         ready = self._is_ready[index]
-        pieces = range(start // PIECE_ELEMENTS, len(ready) if stop is None else -(-stop // PIECE_ELEMENTS))
+        pieces = range(start // PIECE_ELEMENTS, self._end(index, stop))
         if all(ready[piece] for piece in pieces):
             return
-        for chunk in self._under(index, start, stop):
+        for chunk in self._under(index, pieces.start, pieces.stop):
             chunk.finish()
         with self._locks[index]:
             for piece in pieces:
@@ -360,10 +362,15 @@ class Loading:
                     self._settle(index, piece)
                     ready[piece] = True
 
-    def _under(self, index: int, start: int, stop: int | None) -> list[_Chunk]:
-        size = self.tensors[index].element_size()
+    def _end(self, index: int, stop: int | None) -> int:
+        """The piece after the last that has elements before `stop`."""
+        return len(self._is_ready[index]) if stop is None else -(-stop // PIECE_ELEMENTS)
+
+    def _under(self, index: int, start: int, stop: int) -> list[_Chunk]:
+        """Under these pieces."""
+        size = self.tensors[index].element_size() * PIECE_ELEMENTS
         first, chunks = self._chunks[index]
-        end = first + (len(self._bytes[index]) if stop is None else stop * size)
+        end = first + min(stop * size, len(self._bytes[index]))
         return chunks[(first + start * size) // _CHUNK_BYTES : -(-end // _CHUNK_BYTES)]
 
     def _settle(self, index: int, piece: int) -> None:
@@ -374,25 +381,26 @@ class Loading:
         if not is_aligned(raw):
             view_bytes(self.tensors[index])[part] = raw[part]
 
-    def need_all(self, num_workers: int, indices: Sequence[int]) -> None:
-        """Return when all of these have been."""
-        left = [index for index in indices if not all(self._is_ready[index])]
+    def need_all(self, num_workers: int, wanted: Mapping[int, Sequence[tuple[int, int | None]]]) -> None:
+        """Return when these parts of these tensors have been."""
+        left = [index for index in wanted if not all(self._is_ready[index])]
         if left:
             with ThreadPoolExecutor(max(2, num_workers), "everstep-base") as pool:
-                list(pool.map(self.need, left))
+                list(pool.map(lambda part: self.need(*part), [(i, *part) for i in left for part in wanted[i]]))
 
 
 class BaseReader:
     """An open base. Removal by retention does not pull it away."""
 
-    def __init__(self, folder: str, manifest: Manifest) -> None:
+    def __init__(self, folder: str, manifest: Manifest, *, shared: bool = False) -> None:
+        """`shared`: other processes of this host read it, too."""
         self.folder = folder
         self.manifest = manifest
         self._paths = [os.path.join(folder, name) for name in sorted(manifest.files)]
         self._readers: dict[int, files.Reader] = {}
         for number in sorted({t.rank for t in manifest.tensors}):
             try:
-                self._readers[number] = files.Reader(self._paths[number], direct=True)
+                self._readers[number] = files.reader(self._paths[number], shared=shared)
             except FileNotFoundError:
                 self.close()
                 raise CorruptionError(f"{self._paths[number]} is missing, though the base's manifest is there") from None

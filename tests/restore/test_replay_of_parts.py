@@ -1,0 +1,150 @@
+"""A reader replays what it wants of what others have written, every bit as it was; one reader checks each hash."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import structs
+from torch import nn
+
+import everstep
+from everstep.atoms import PIECE_ELEMENTS, Atom
+from everstep.boxes import Box
+from everstep.errors import AuditError
+from everstep.fold import State
+from everstep.fold.fused import FusedAdam
+from everstep.memory import same_bits
+from everstep.restore import execute
+from everstep.restore.join import Source, fetch
+from everstep.restore.parts import BLOCK_ELEMENTS, blocks, has_lot, has_piece
+
+ROWS, COLUMNS = 101, 37
+STEPS = 3
+
+
+@st.composite
+def divided(draw: st.DrawFn) -> tuple[int, list[tuple[int, int]]]:
+    """A number of elements, and where readers divide them among themselves."""
+    numel = draw(st.integers(1, 3 * PIECE_ELEMENTS))
+    cuts = sorted(draw(st.sets(st.integers(0, numel), max_size=4)) | {0, numel})
+    return numel, list(itertools.pairwise(cuts))
+
+
+@given(divided(), st.sets(st.integers(0, 3)), st.data())
+def test_blocks_hold_what_is_wanted_and_whole_pieces_where_these_are_asked_for(
+    parts: tuple[int, list[tuple[int, int]]], pieces: set[int], data: st.DataObject
+) -> None:
+    numel, ranges = parts
+    wanted = data.draw(st.lists(st.sampled_from(ranges), unique=True))
+    found = blocks(wanted, numel, pieces)
+    assert found
+    assert all(stop < start for (_, stop), (start, _) in itertools.pairwise(found))
+    assert all(start % BLOCK_ELEMENTS == 0 and (stop % BLOCK_ELEMENTS == 0 or stop == numel) for start, stop in found)
+    assert all(any(a <= start and stop <= b for a, b in found) for start, stop in wanted)
+    for piece in pieces:
+        if any(start < (piece + 1) * PIECE_ELEMENTS and stop > piece * PIECE_ELEMENTS for start, stop in found):
+            assert has_piece(found, piece, numel)
+
+
+@given(divided(), st.integers(0, 2**64 - 1))
+def test_of_readers_that_divide_an_atom_one_checks_each_piece(parts: tuple[int, list[tuple[int, int]]], uid: int) -> None:
+    numel, ranges = parts
+    for piece in range(-(-numel // PIECE_ELEMENTS)):
+        assert sum(has_lot([each], uid, piece, numel) for each in ranges) == 1
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A run as a kill would leave it, and the weight and its moments at that time."""
+    folder = tmp_path_factory.mktemp("parts")
+    torch.manual_seed(0)
+    model = nn.Linear(COLUMNS, ROWS)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01, fused=True)
+    with everstep.attach(model, optimizer, folder / "run", quiet=True, follower=False) as run:
+        run.resume()
+    with everstep.attach(model, optimizer, folder / "run", quiet=True, follower=False) as run:
+        run.resume()
+        for _ in range(STEPS):
+            model(torch.randn(3, COLUMNS)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            run.commit()
+        run.flush()
+        shutil.copytree(folder / "run", folder / "killed")
+        return folder / "killed", {"": model.weight.detach().clone(), **optimizer.state[model.weight]}
+
+
+def wanted(source: Source, low: int, high: int) -> Mapping[int, Atom]:
+    """These rows of everything."""
+    return {
+        uid: structs.replace(
+            atom, boxes=((0, Box((low, *[0] * (len(atom.shape) - 1)), (high - low, *atom.shape[1:]))),)
+        )
+        for uid, atom in source.atoms.items()
+    }
+
+
+def read(path: Path, cuts: list[int], reader: int) -> State:
+    source = everstep.open(path)._source("latest", None)
+    return fetch(source, wanted(source, *cuts[reader : reader + 2]), rank=reader, world_size=len(cuts) - 1).state
+
+
+@pytest.mark.parametrize("cuts", [[0, 50, ROWS], [0, 1, 2, 99, ROWS], [0, 34, 68, ROWS]])
+def test_parts_of_a_replayed_parameter_have_every_bit(
+    recorded: tuple[Path, dict[str, torch.Tensor]], cuts: list[int]
+) -> None:
+    path, state = recorded
+    for reader, (low, high) in enumerate(itertools.pairwise(cuts)):
+        found = read(path, cuts, reader)
+        uid = next(atom.uid for atom in found.layout.atoms if atom.name == "weight")
+        values = found.optimizers["optimizer"].state[uid]
+        assert same_bits(found.tensors[uid], state[""][low:high])
+        assert same_bits(values["exp_avg"], state["exp_avg"][low:high])
+        assert same_bits(values["exp_avg_sq"], state["exp_avg_sq"][low:high])
+        assert values["step"] == STEPS
+
+
+def test_together_readers_replay_what_they_want_and_each_piece_as_a_whole_once(
+    recorded: tuple[Path, dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replayed: list[int] = []
+    needed = execute._needed
+
+    def told(state: State, *rest: Any) -> Any:
+        found = needed(state, *rest)
+        replayed.append(max(sum(stop - start for start, stop in ranges) for ranges in found.values()))
+        return found
+
+    monkeypatch.setattr(execute, "_needed", told)
+    for reader in range(4):
+        read(recorded[0], [0, 25, 50, 75, ROWS], reader)
+    whole = ROWS * COLUMNS
+    assert sorted(n == whole for n in replayed) == [False, False, False, True]
+    assert all(n < whole / 3 for n in replayed if n != whole)
+
+
+def test_another_result_is_noticed_by_one_of_the_readers(
+    recorded: tuple[Path, dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = FusedAdam.step
+
+    def other(self: FusedAdam, grads: Sequence[torch.Tensor]) -> bool:
+        return step(self, [g + 1 if g.numel() > ROWS else g for g in grads])
+
+    monkeypatch.setattr(FusedAdam, "step", other)
+    noticed = 0
+    for reader in range(4):
+        try:
+            read(recorded[0], [0, 25, 50, 75, ROWS], reader)
+        except AuditError as e:
+            noticed += 1
+            assert "weight" in str(e)
+    assert noticed == 1
