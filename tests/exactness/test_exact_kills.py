@@ -125,7 +125,7 @@ def train_under_fire(
             # Processes are left to themselves until the end of the test: forked loader workers outlive a kill.
             worker = start(arguments, log)
             left_over.callback(worker.clear_away)
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + 100
             killed = False
             while worker.is_alive():
                 assert time.monotonic() < deadline, f"the worker hangs: {log.read_text()[-2000:]}"

@@ -119,6 +119,8 @@ def check_before_replay(
 def _execute(
     line: Line, plan: Plan, live: Live | None, num_workers: int, progress: Progress | None, only: Set[int] | None
 ) -> Restored:
+    if plan.num_bytes <= bases.ALONE_BYTES:
+        num_workers = 1
     stored, readers = open_frames(line, plan)
     frames: Sequence[StoredFrame | PartFrame] = stored
     find_layout = layout_finder(line)
@@ -324,7 +326,9 @@ def audit(state: State, footer: Footer, num_workers: int = 1, *, is_part: bool =
                 return label
         return None
 
-    with ThreadPoolExecutor(max(1, num_workers), "everstep-audit") as pool:
+    if num_workers == 1:
+        return [label for label in map(check, by_uid) if label is not None]
+    with ThreadPoolExecutor(num_workers, "everstep-audit") as pool:
         return [label for label in pool.map(check, by_uid) if label is not None]
 
 

@@ -37,6 +37,8 @@ _PART = re.compile(r"part-(\d{5})-of-(\d{5})\.json")
 _READ_BYTES = 4 << 20
 _CHUNK_BYTES = 2 << 20
 """What a piece waits for is little more than itself."""
+ALONE_BYTES = 1 << 20
+"""So much is read and verified sooner than threads for it are started."""
 _numbers = itertools.count()
 _SAFETENSORS = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
@@ -377,7 +379,10 @@ class Loading:
     def need_all(self, num_workers: int, indices: Sequence[int]) -> None:
         """Return when all of these have been."""
         left = [index for index in indices if not all(self._is_ready[index])]
-        if left:
+        if sum(len(self._bytes[index]) for index in left) <= ALONE_BYTES:
+            for index in left:
+                self.need(index)
+        else:
             with ThreadPoolExecutor(max(2, num_workers), "everstep-base") as pool:
                 list(pool.map(self.need, left))
 
