@@ -337,7 +337,8 @@ def not_audited(state: State, footer: Footer) -> list[str]:
     if footer.audit_complete:
         return []
     there = set(audit_entries(footer)["uid"].tolist())
-    return [label for uid, (label, t) in audited_tensors(state).items() if t.numel() and uid not in there]
+    known = audited_tensors(state)
+    return [found[0] for uid, found in known.items() if uid not in there and found[1].numel()]
 
 
 def _whole_steps(plan: Plan, frames: Sequence[StoredFrame]) -> set[int]:
