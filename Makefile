@@ -11,8 +11,8 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.everstep-installed
-# Two processes: the suite is made for two cores.
-PYTEST_ARGS ?= -n 2
+# The suite is made for two cores; a third process computes while others wait for disks and processes.
+PYTEST_ARGS ?= -n 3 --dist worksteal
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 

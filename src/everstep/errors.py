@@ -22,6 +22,7 @@
 
     EverstepWarning (UserWarning)
     ├── InexactWarning               something will not be reproduced bit for bit; says what and how to mend it
+    │   └── UnprovenWarning          a state came back that its audit does not prove to the last bit; says what of it
     ├── SlowResumeWarning            exact, but slower than it could be
     ├── HiddenEditWarning            state was changed behind the version counters; it was caught and recorded
     └── UnprotectedWarning           training goes on, but steps are not being stored
@@ -123,6 +124,10 @@ class EverstepWarning(UserWarning):
 
 class InexactWarning(EverstepWarning):
     """Something will not be reproduced bit for bit."""
+
+
+class UnprovenWarning(InexactWarning):
+    """A restored state whose audit does not cover all of it; says what, and which step is proven whole."""
 
 
 class SlowResumeWarning(EverstepWarning):

@@ -185,4 +185,9 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two dense tensors have the same dtype, shape and bits (NaNs equal by payload, -0.0 is not 0.0)."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
-    return bool(np.array_equal(view_bytes(plain(a)), view_bytes(plain(b))))
+    return bool(torch.equal(view_as_bits(a), view_as_bits(b)))
+
+
+def view_as_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a dense tensor, as a flat one: its own memory where it is a plain one."""
+    return torch.from_numpy(view_bytes(plain(tensor)))

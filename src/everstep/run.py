@@ -42,7 +42,7 @@ from everstep.errors import (
     UnprotectedWarning,
     UsageError,
 )
-from everstep.fingerprint import differences, fingerprint
+from everstep.fingerprint import fingerprint
 from everstep.fold import class_name, find_class
 from everstep.follow import recover
 from everstep.follow.arena import DamagedStateError
@@ -57,7 +57,7 @@ from everstep.link import addresses
 from everstep.naming import Declared, Inventory, Rename, named, take_inventory
 from everstep.ranks import Holding, Ranks, aliases_of, assign, check_replicas, hashes_of, holding_id, holdings
 from everstep.restore.apply import apply, check_fits
-from everstep.restore.execute import Restored, check_before_replay, restore
+from everstep.restore.execute import Restored, check_before_replay, restore, warn_if_unproven
 from everstep.restore.history import Step
 from everstep.restore.join import Joint, Source, fetch, joint_of, order_like
 from everstep.restore.plan import Line, line_files, line_of
@@ -789,14 +789,7 @@ class Run:
                 InexactWarning,
                 stacklevel=3,
             )
-        changed = differences(restored.fingerprint, fingerprint())
-        if changed and (restored.plan is None or restored.plan.frames) and not restored.proven:
-            warnings.warn(
-                f"step {restored.state.step} was replayed on a machine that may compute differently ({'; '.join(changed)}), "
-                "and its audit did not cover all of the optimizer state: parameters are proven bit for bit, the rest is not",
-                InexactWarning,
-                stacklevel=3,
-            )
+        warn_if_unproven(restored)
 
     def _apply(self, restored: Restored, cursor: dict[str, Any]) -> None:
         # Extras first: loading a scheduler may touch the optimizer's groups, and what was recorded has the last word.

@@ -6,13 +6,13 @@ import contextlib
 import json
 import os
 import random
+import select
 import signal
 import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,23 +58,57 @@ class Journal:
         ]
 
 
-@contextlib.contextmanager
-def process(arguments: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A worker in a session of its own; nothing of it is left behind."""
-    with open(log, "ab") as output:
-        worker = subprocess.Popen(
-            [sys.executable, str(WORKER), *arguments], stdout=output, stderr=output, start_new_session=True
-        )
-    try:
-        yield worker
-    finally:
+class Worker:
+    """A process of the server's that trains, in a session of its own."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        try:
+            self._fd: int | None = os.pidfd_open(pid)
+        except ProcessLookupError:
+            self._fd = None
+
+    def is_alive(self) -> bool:
+        return self._fd is not None and not select.select([self._fd], [], [], 0)[0]
+
+    def kill(self) -> bool:
+        """Whether it was still there; returns when it is not."""
+        if not self.is_alive():
+            return False
+        os.kill(self.pid, signal.SIGKILL)
+        select.select([self._fd], [], [])
+        return True
+
+    def clear_away(self) -> None:
+        """Nothing of it is left behind."""
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(worker.pid, signal.SIGKILL)
-        worker.wait()
+            os.killpg(self.pid, signal.SIGKILL)
+        if self._fd is not None:
+            os.close(self._fd)
+
+
+Start = Callable[[list[str], Path], Worker]
+
+
+@pytest.fixture(scope="module")
+def start() -> Iterator[Start]:
+    """Starts a worker with these arguments and this file for what it says."""
+    server = subprocess.Popen([sys.executable, str(WORKER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert server.stdin is not None and server.stdout is not None
+
+    def one(arguments: list[str], output: Path) -> Worker:
+        assert server.stdin is not None and server.stdout is not None
+        server.stdin.write(json.dumps({"arguments": arguments, "output": str(output)}) + "\n")
+        server.stdin.flush()
+        return Worker(int(server.stdout.readline()))
+
+    with server:
+        yield one
+        server.stdin.close()
 
 
 def train_under_fire(
-    folder: Path, case: dict[str, Any], choose: random.Random, num_kills: int, num_batches: int
+    start: Start, folder: Path, case: dict[str, Any], choose: random.Random, num_kills: int, num_batches: int
 ) -> tuple[Journal, int]:
     """Start the worker until it ends; kill it `num_kills` times, after random numbers of turns. (Journal, kills)"""
     journal = Journal(folder / "journal")
@@ -89,21 +123,22 @@ def train_under_fire(
             share = (num_batches - seen_batches(journal)) / (num_kills - kills + 1)
             patience = choose.uniform(1, max(2.0, 1.5 * share)) if kills < num_kills else float("inf")
             # Processes are left to themselves until the end of the test: forked loader workers outlive a kill.
-            worker = left_over.enter_context(process(arguments, log))
-            deadline = time.monotonic() + 60
-            while worker.poll() is None:
+            worker = start(arguments, log)
+            left_over.callback(worker.clear_away)
+            deadline = time.monotonic() + 100
+            killed = False
+            while worker.is_alive():
                 assert time.monotonic() < deadline, f"the worker hangs: {log.read_text()[-2000:]}"
                 if len(journal.read()) - seen > patience:
                     time.sleep(choose.uniform(0, 0.02))
-                    os.kill(worker.pid, signal.SIGKILL)
-                    worker.wait()
+                    killed = worker.kill()
                     break
                 time.sleep(0.003)
             generation += 1
-            if worker.returncode == 0:
+            kills += killed
+            if not killed:
+                assert journal.read()[-1:] == [["ended"]], log.read_text()[-4000:]
                 return journal, kills
-            assert worker.returncode == -signal.SIGKILL, log.read_text()[-4000:]
-            kills += 1
 
 
 def seen_batches(journal: Journal) -> int:
@@ -149,12 +184,12 @@ class Fight:
         t.epochs = self.epochs
         return t
 
-    def run(self) -> Fight:
-        """Train until the end, through all kills. In any thread."""
+    def run(self, start: Start) -> Fight:
+        """Train until the end, through all kills."""
         attach = {"max_inflight_steps": MAX_INFLIGHT_STEPS, **self.attach}
         case = {**self.case, "epochs": self.epochs, "pause_s": 0.004, "attach": attach}
         num_batches = self.epochs * BATCHES_A_PASS
-        self.journal, self.kills = train_under_fire(self.folder, case, self.choose, self.num_kills, num_batches)
+        self.journal, self.kills = train_under_fire(start, self.folder, case, self.choose, self.num_kills, num_batches)
         return self
 
     def check(self) -> None:
@@ -170,30 +205,18 @@ class Fight:
         must_equal(copied(state), truth.public[len(losses)], "the last step")
 
 
-@pytest.fixture(scope="module")
-def fights(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Fight]]]:
-    """All runs, two at a time: most of their time is the start of processes."""
-    with ThreadPoolExecutor(2) as pool:
-        yield {
-            name: pool.submit(Fight(tmp_path_factory.mktemp("fight"), case, 3, 12, random.Random(name)).run)
-            for name, case in CASES.items()
-        }
-
-
 @pytest.mark.parametrize("name", CASES)
-def test_a_run_killed_at_random_moments_ends_as_if_it_never_was(
-    name: str, fights: dict[str, Future[Fight]]
-) -> None:
-    fights[name].result().check()
+def test_a_run_killed_at_random_moments_ends_as_if_it_never_was(name: str, start: Start, tmp_path: Path) -> None:
+    Fight(tmp_path, CASES[name], 3, 12, random.Random(name)).run(start).check()
 
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", CASES)
-def test_a_run_killed_ten_times_ends_as_if_it_never_was(name: str, seed: int, tmp_path: Path) -> None:
+def test_a_run_killed_ten_times_ends_as_if_it_never_was(name: str, seed: int, start: Start, tmp_path: Path) -> None:
     attach = {"durability": ["step", "os", "batch"][seed], "base_interval": 10, "batch_steps": MAX_INFLIGHT_STEPS}
-    Fight(tmp_path, CASES[name], 10, 25, random.Random(f"{name} {seed}"), attach).run().check()
+    Fight(tmp_path, CASES[name], 10, 25, random.Random(f"{name} {seed}"), attach).run(start).check()
 
 
 def test_what_a_kill_may_cost_is_bounded_before_the_first_base_too(

@@ -4,15 +4,20 @@ Every line is one write, so that a kill never tears one:
     resumed STEP            where this process began
     turn BATCH STEP LOSS    the loss (its bits) of this batch; STEP is the last committed one by then
     ended
+
+As a program it is a server: for each line of JSON on its input ({"arguments": [...], "output": file}) it forks a process
+that does that, and prints its pid. Importing torch takes longer than such a training; so it is done once.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import struct
 import sys
 import time
+import traceback
 import warnings
 
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
@@ -24,6 +29,7 @@ from harness import everything, loop
 from models import build
 
 import everstep
+import everstep.run
 
 
 def main(run_path: str, journal_path: str, result_path: str, case: str, seed: str) -> None:
@@ -53,5 +59,36 @@ def main(run_path: str, journal_path: str, result_path: str, case: str, seed: st
     os.write(journal, b"ended\n")
 
 
+def serve() -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those who end
+    for line in sys.stdin:
+        order = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            become(order["arguments"], order["output"])
+        print(pid, flush=True)
+
+
+def become(arguments: list[str], output: str) -> None:
+    """In the forked process: a session of its own, as a program started by a shell would be."""
+    code = 1
+    try:
+        os.setsid()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.close(0)
+        os.open(os.devnull, os.O_RDONLY)
+        log = os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        main(*arguments)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    serve()

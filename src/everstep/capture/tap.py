@@ -38,7 +38,7 @@ from everstep.capture.pending import (
 from everstep.capture.trial import Trial
 from everstep.errors import InexactWarning
 from everstep.fold import class_name
-from everstep.memory import plain, view_bytes
+from everstep.memory import same_bits, view_as_bits
 
 LEARNING_UPDATES = 3
 LOOK_AT_ONCE = 48
@@ -106,7 +106,7 @@ class _Held:
     def still_equal(self) -> bool:
         """Whether they have the bits that were copied; also found are writes that no version counter shows."""
         pairs = zip(self.copies, self.grads, strict=True) if len(self.copies) == len(self.grads) else ()
-        return all(a.is_sparse or _same(a, b) for a, b in pairs)
+        return all(a.is_sparse or same_bits(a, b) for a, b in pairs)
 
     def untouched(self) -> bool:
         return list(map(_version, self.grads)) == self.versions
@@ -528,7 +528,7 @@ class Tap:
         if not self._writes_grads and self._copies is not None and not written and self._clean < LEARNING_UPDATES:
             # A step that writes into gradients without moving their version counters.
             written = self._scale is None and any(
-                a is not None and b is not None and not a.is_sparse and not _same(a, b)
+                a is not None and b is not None and not a.is_sparse and not same_bits(a, b)
                 for a, b in zip(self._copies, now, strict=True)
             )
         if written:
@@ -801,16 +801,8 @@ def _versions_of(grads: Sequence[torch.Tensor | None]) -> list[int]:
         return [-1 if g is None else g._version for g in grads]
 
 
-def view_as_bits(g: torch.Tensor) -> torch.Tensor:
-    return torch.from_numpy(view_bytes(plain(g)))
-
-
 def _clone(g: torch.Tensor) -> torch.Tensor:
     return g.detach().clone()
-
-
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.shape == b.shape and bool(torch.equal(view_as_bits(a), view_as_bits(b)))
 
 
 def _sharing(grads: Sequence[torch.Tensor | None]) -> list[bool]:

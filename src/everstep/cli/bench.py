@@ -5,11 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from typing import Annotated, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from everstep.cli.output import Json, Told, console, megabytes, print_json
+
+if TYPE_CHECKING:
+    from everstep.bench.workloads import Workload
 
 app = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
 
@@ -17,6 +21,8 @@ Folder = Annotated[
     str | None, typer.Option("--dir", help="Folder to write runs in; without it the temporary one.", show_default=False)
 ]
 Quick = Annotated[bool, typer.Option("--quick", help="A tiny model and few blocks: to see that it works.")]
+Frames = Annotated[int, typer.Option(min=1, help="Steps to replay.")]
+Repetitions = Annotated[int, typer.Option(min=1)]
 
 
 @app.command("overhead")
@@ -47,16 +53,15 @@ def overhead(
     """Time of training with every step saved over time without."""
     from everstep.bench import machine, recover
     from everstep.bench import overhead as bench
-    from everstep.bench.workloads import Workload
 
     folder = _folder(folder)
-    found: dict[str, Any] = {"benchmark": "overhead", "machine": machine.facts(folder), "measurements": []}
+    found = _begin("overhead", folder)
+    found["measurements"] = []
     with Told() as told, recover.tcp_shadow(folder, base_interval or 200) if tcp else contextlib.nullcontext("") as address:
         for num_threads in _threads(threads, machine.num_cores()):
             for count in tokens or [1024]:
-                workload = Workload(tokens=count)
                 settings = bench.Settings(
-                    workload=workload.quick() if quick else workload, num_threads=num_threads,
+                    workload=_workload(count, quick), num_threads=num_threads,
                     num_pairs=min(pairs, 4) if quick else pairs, block_steps=block_steps or (4 if quick else None),
                     base_interval=base_interval or (32 if quick else None),
                     num_peer_pairs=(1 if quick else 3) if peers else 0, folder=folder,
@@ -68,42 +73,31 @@ def overhead(
                 else:
                     measured = bench.measure(settings, told)
                 found["measurements"].append(measured)
-    if json:
-        print_json(found)
-    elif rss:
-        _print_rss(found)
-    else:
-        _print_overhead(found)
+    _tell(found, json, _print_rss if rss else _print_overhead)
 
 
 @app.command("restore")
 def restore(
     tokens: Annotated[int, typer.Option(min=1, help="Tokens a step of the run that is restored.")] = 256,
-    frames: Annotated[int, typer.Option(min=1, help="Steps to replay.")] = 48,
-    repetitions: Annotated[int, typer.Option(min=1)] = 5,
+    frames: Frames = 48,
+    repetitions: Repetitions = 5,
     peers: Annotated[bool, typer.Option(help="Also measure torch.load and DCP load of the same state.")] = True,
     quick: Quick = False,
     folder: Folder = None,
     json: Json = False,
 ) -> None:
     """Time to restore a step over that of the reading and the arithmetic it takes."""
-    from everstep.bench import machine
     from everstep.bench import restore as bench
-    from everstep.bench.workloads import Workload
 
     folder = _folder(folder)
-    workload = Workload(tokens=tokens)
+    found = _begin("restore", folder)
     settings = bench.Settings(
-        workload=workload.quick() if quick else workload, num_frames=min(frames, 6) if quick else frames,
+        workload=_workload(tokens, quick), num_frames=min(frames, 6) if quick else frames,
         num_repetitions=min(repetitions, 2) if quick else repetitions, folder=folder, peers=peers,
     )  # fmt: skip
     with Told() as told:
         measured = bench.measure(settings, told)
-    found = {"benchmark": "restore", "machine": machine.facts(folder), **measured}
-    if json:
-        print_json(found)
-    else:
-        _print_restore(found)
+    _tell(found | measured, json, _print_restore)
 
 
 @app.command("recover")
@@ -114,22 +108,16 @@ def recover_(
     json: Json = False,
 ) -> None:
     """From SIGKILL of a trainer to its next completed step: from its shadow's memory, from disk, by torch.load."""
-    from everstep.bench import machine
     from everstep.bench import recover as bench
-    from everstep.bench.workloads import Workload
 
     folder = _folder(folder)
-    workload = Workload(tokens=256)
+    found = _begin("recover", folder)
     with Told() as told:
         measured = bench.measure(
-            workload.quick() if quick else workload, num_repetitions=2 if quick else repetitions, folder=folder,
+            _workload(256, quick), num_repetitions=2 if quick else repetitions, folder=folder,
             progress=told,
         )  # fmt: skip
-    found: dict[str, Any] = {"benchmark": "recover", "machine": machine.facts(folder), **measured}
-    if json:
-        print_json(found)
-    else:
-        _print_recover(found)
+    _tell(found | measured, json, _print_recover)
 
 
 @app.command("reshard")
@@ -139,32 +127,47 @@ def reshard(
         list[int] | None,
         typer.Option("--target", help="Ranks that load it; may be given again; without it 4 and 1.", show_default=False),
     ] = None,
-    frames: Annotated[int, typer.Option(min=1, help="Steps to replay.")] = 8,
-    repetitions: Annotated[int, typer.Option(min=1)] = 5,
+    frames: Frames = 8,
+    repetitions: Repetitions = 5,
     peers: Annotated[bool, typer.Option(help="Also measure DCP's load of the same state.")] = True,
     quick: Quick = False,
     folder: Folder = None,
     json: Json = False,
 ) -> None:
     """Time to load a run under another number of ranks (FSDP2) over that under the same."""
-    from everstep.bench import machine
     from everstep.bench import reshard as bench
-    from everstep.bench.workloads import Workload
 
     folder = _folder(folder)
-    workload = Workload(tokens=256)
+    found = _begin("reshard", folder)
     settings = bench.Settings(
-        workload=workload.quick() if quick else workload, source=source, targets=tuple(targets or (4, 1)),
+        workload=_workload(256, quick), source=source, targets=tuple(targets or (4, 1)),
         num_frames=min(frames, 3) if quick else frames, num_repetitions=1 if quick else repetitions, folder=folder,
         peers=peers,
     )  # fmt: skip
     with Told() as told:
         measured = bench.measure(settings, told)
-    found = {"benchmark": "reshard", "machine": machine.facts(folder), **measured}
+    _tell(found | measured, json, _print_reshard)
+
+
+def _workload(tokens: int, quick: bool) -> Workload:
+    from everstep.bench.workloads import Workload
+
+    workload = Workload(tokens=tokens)
+    return workload.quick() if quick else workload
+
+
+def _begin(benchmark: str, folder: str) -> dict[str, Any]:
+    """What is told of every measurement, as it is before it."""
+    from everstep.bench import machine
+
+    return {"benchmark": benchmark, "machine": machine.facts(folder)}
+
+
+def _tell(found: dict[str, Any], json: bool, show: Callable[[dict[str, Any]], None]) -> None:
     if json:
         print_json(found)
     else:
-        _print_reshard(found)
+        show(found)
 
 
 def _print_reshard(found: dict[str, Any]) -> None:

@@ -263,11 +263,14 @@ def run_units(
             failures.append(e)
 
     before = torch.get_num_threads()
-    workers = [threading.Thread(target=work, name=f"everstep-fold-{i}") for i in range(min(num_workers, len(units)))]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
+    if num_workers == 1:
+        work()
+    else:
+        workers = [threading.Thread(target=work, name=f"everstep-fold-{i}") for i in range(min(num_workers, len(units)))]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
     torch.set_num_threads(before)
     if failures:
         raise failures[0]

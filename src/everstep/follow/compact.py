@@ -12,7 +12,7 @@ from everstep import tree
 from everstep.atoms import state_uid
 from everstep.errors import AuditError, CorruptionError
 from everstep.fold import Folder, State
-from everstep.format.documents import Manifest, StoredOptimizer
+from everstep.format.documents import FOLDED, IN_PART, Manifest, StoredOptimizer
 from everstep.format.parts import Part
 from everstep.format.segment import parse_name
 from everstep.memory import strides_of
@@ -38,7 +38,7 @@ class Held:
         self.part: Part | None = None
         """Which part of the state this is; None: all of it."""
         self.complete = False
-        """Whether the audit of the last step folded covered the whole state."""
+        """Whether the audit of the step held covers the whole state."""
 
     @property
     def step(self) -> int | None:
@@ -60,6 +60,7 @@ class Held:
         self._line = line
         self._base = line.bases[base][0]
         self._state = load_base(self._plan(base, ()), self._num_workers)
+        self.complete = self._base.is_proven
 
     def go_on(self, timeline: int, generation: int) -> None:
         """What is held is where this generation begins."""
@@ -111,7 +112,8 @@ class Held:
         self._sync_log()
         manifest = writer.finish(
             run=self._path.read_run().run, timeline=self.timeline, generation=self.generation, step=state.step,
-            layout=state.layout, cursor=state.cursor, audit="folded", fingerprint=self._fingerprint, **fields,
+            layout=state.layout, cursor=state.cursor, audit=FOLDED if self.complete else IN_PART,
+            fingerprint=self._fingerprint, **fields,
         )  # fmt: skip
         check_base(base_folder(self._path.bases(self.timeline), state.step), manifest)
         self._base = manifest
@@ -215,8 +217,8 @@ class Compactor(Held):
         self.forget()
         return AuditError(
             f"step {last}: the state that the log leads to differs from the trainer's in {', '.join(bad[:5])}",
-            step=last, proven_step=last - 1,
-        )  # fmt: skip
+            step=last,
+        )
 
     def _sync_log(self) -> None:
         """With durability="os" the log may be in memory only: a base must not outlive the steps before it."""

@@ -110,6 +110,10 @@ class StoredOptimizer(msgspec.Struct):
     """base64 of the msgpack of [[parameter uid, tree.pack of its state; dense tensors by their index in `tensors`]]."""
 
 
+FOLDED, IN_PART = "folded", "folded-in-part"
+"""How a follower made a base: the audit of its step passed, and covers everything; or not all of the optimizer state."""
+
+
 class Manifest(msgspec.Struct):
     """bases/SSSSSSSSSSSS/manifest.json, written last: with it the base exists, without it not."""
 
@@ -129,8 +133,13 @@ class Manifest(msgspec.Struct):
     part: tuple[int, int] | None = None
     """(index, count) of a part that holds only some of the atoms; None: the whole."""
     audit: str = ""
-    """`trainer` (taken from live state) or `folded` (by a follower, every audit passed)."""
+    """`trainer` (taken from live state), or how a follower made it."""
     fingerprint: dict[str, Any] = {}
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether all of it is what the trainer had; else parameters and buffers are."""
+        return self.audit != IN_PART
 
 
 def encode(document: object) -> bytes:

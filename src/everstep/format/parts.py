@@ -10,7 +10,7 @@ import torch
 
 from everstep import tree
 from everstep.errors import CorruptionError
-from everstep.format.documents import Manifest, StoredTensor
+from everstep.format.documents import IN_PART, Manifest, StoredTensor
 
 Part = tuple[int, int]
 """Number index of so many."""
@@ -50,6 +50,7 @@ def join(parts: Sequence[Manifest], where: str) -> Manifest:
         optimizers.append(msgspec.structs.replace(optimizer, state=tree.plain_to_text(state)))
     return msgspec.structs.replace(
         first, tensors=tuple(tensors), carried=tuple(carried), optimizers=tuple(optimizers), part=None,
+        audit=first.audit if all(part.is_proven for part in parts) else IN_PART,
         files={name: size for part in parts for name, size in part.files.items()},
     )  # fmt: skip
 

@@ -6,9 +6,10 @@ import contextlib
 import gc
 import itertools
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.optim import Optimizer
 
 from everstep import tree
 from everstep.atoms import PIECE_ELEMENTS, Layout, state_uid
-from everstep.errors import AuditError, CorruptionError, MismatchError
+from everstep.errors import AuditError, CorruptionError, MismatchError, UnprovenWarning
 from everstep.fingerprint import differences, fingerprint
 from everstep.fold import Folder, Live, OptimizerState, Ranges, State
 from everstep.format.documents import Manifest
@@ -44,8 +45,12 @@ class Restored:
     plan: Plan | None
     """None: it comes from a shadow's memory."""
     proven: bool
-    """Every piece of S(step) has the hash that the trainer recorded (or comes from a base as it was written)."""
+    """Every piece of S(step) has the hash that the trainer recorded (or comes from a base that was proven so)."""
     fingerprint: dict[str, Any]
+    unproven: list[str] = field(default_factory=list)
+    """Labels of the tensors that the audit of the step does not have, where that is known."""
+    whole_steps: Set[int] = frozenset()
+    """Steps on the way to it whose audits cover everything: they can be proven whole."""
 
 
 def restore(
@@ -116,6 +121,8 @@ def _execute(
     line: Line, plan: Plan, live: Live | None, num_workers: int, progress: Progress | None,
     only: Mapping[int, Ranges] | None, shared: bool,
 ) -> Restored:  # fmt: skip
+    if plan.num_bytes <= bases.ALONE_BYTES:
+        num_workers = 1
     stored, readers = open_frames(line, plan, shared=shared)
     frames: Sequence[StoredFrame | PartFrame] = stored
     find_layout = layout_finder(line)
@@ -141,7 +148,9 @@ def _execute(
             if bad:
                 raise _audit_error(line, plan, live, bad)
         recorded = _fingerprint(line, plan) or plan.base.fingerprint
-        return Restored(state, plan, not frames or frames[-1].footer.audit_complete, recorded)
+        unproven = not_audited(state, frames[-1].footer) if frames else []
+        proven = not unproven if frames else plan.base.is_proven
+        return Restored(state, plan, proven, recorded, unproven, _whole_steps(plan, stored))
     finally:
         if state is not None:
             state.close()
@@ -365,34 +374,85 @@ def audit(state: State, footer: Footer, num_workers: int = 1, *, is_part: bool =
                 return label
         return None
 
-    with ThreadPoolExecutor(max(1, num_workers), "everstep-audit") as pool:
+    if num_workers == 1:
+        return [label for label in map(check, by_uid) if label is not None]
+    with ThreadPoolExecutor(num_workers, "everstep-audit") as pool:
         return [label for label in pool.map(check, by_uid) if label is not None]
 
 
-def first_bad_step(line: Line, plan: Plan, live: Live | None) -> tuple[int, list[str]]:
-    """Replay one step at a time and return the first whose hashes differ, with the tensors."""
+def not_audited(state: State, footer: Footer) -> list[str]:
+    """Labels of the tensors of a state that its frame has no hashes of."""
+    if footer.audit_complete:
+        return []
+    there = set(audit_entries(footer)["uid"].tolist())
+    known = audited_tensors(state)
+    return [found[0] for uid, found in known.items() if uid not in there and found[1].numel()]
+
+
+def _whole_steps(plan: Plan, frames: Sequence[StoredFrame]) -> set[int]:
+    """Steps of a plan whose audits cover everything."""
+    base = {plan.base.step} if plan.base.is_proven else set()
+    return base | {frame.step for frame in frames if frame.footer.audit_complete}
+
+
+def warn_if_unproven(restored: Restored) -> None:
+    """Say how far a state is proven, if not to its last bit."""
+    if restored.proven:
+        return
+    step = restored.state.step
+    replayed = restored.plan is None or restored.plan.frames
+    changed = differences(restored.fingerprint, fingerprint()) if replayed else []
+    what = "some of the optimizer state"
+    if restored.unproven:
+        more = len(restored.unproven) - 3
+        what = ", ".join(restored.unproven[:3]) + (f" and {more} more" if more > 0 else "")
+    if changed:
+        why = f"this machine may compute differently ({'; '.join(changed)})"
+    else:
+        why = "an edit of it through .data or numpy right before the commit would not show"
+    whole = max((n for n in restored.whole_steps if n < step), default=None)
+    offer = "" if whole is None else f" The last step before it that is proven whole is {whole}."
+    warnings.warn(
+        f"step {step} is proven by its audit, but for {what}, which the trainer had no time to hash: {why}.{offer} "
+        "attach(audit='full') hashes everything at every step, and training waits for it",
+        UnprovenWarning,
+        stacklevel=4,
+    )
+
+
+def first_bad_step(line: Line, plan: Plan, live: Live | None) -> tuple[int, list[str], int | None]:
+    """Replay one step at a time and return the first whose hashes differ, the tensors, and the last that is proven whole.
+
+    The step before need not be right: an edit of optimizer state shows first in the parameters of the next one.
+    """
     frames, readers = open_frames(line, plan)
+    proven = plan.base.step if plan.base.is_proven else None
     try:
         state = load_base(plan, 1)
         for frame in frames:
             Folder(find_layout=layout_finder(line), live=live, num_threads=num_threads(line, frame)).fold(state, [frame])
             bad = audit(state, frame.footer)
             if bad:
-                return frame.step, bad
+                return frame.step, bad, proven
+            if not not_audited(state, frame.footer):
+                proven = frame.step
     finally:
         for reader in readers:
             reader.close()
-    return plan.step, []
+    return plan.step, [], proven
 
 
 def _audit_error(line: Line, plan: Plan, live: Live | None, bad: list[str]) -> AuditError:
-    step, first = first_bad_step(line, plan, live)
-    proven = step - 1
+    step, first, proven = first_bad_step(line, plan, live)
+    if proven is None:  # older bases may still lead to one
+        proven = max((n for n, (base, _) in line.bases.items() if n < step and base.is_proven), default=None)
+    offer = "No step before it is proven whole"
+    if proven is not None:
+        offer = f"The last proven step is {proven}: resume(step={proven}) goes on from there"
     return AuditError(
         f"step {plan.step} of {line.listing.path.path} is not what the trainer had: from step {step} on, replaying gives "
         f"other values for {', '.join((first or bad)[:5])}. Something changed them without a trace (an edit through .data "
-        f"or numpy?), or this machine computes differently ({_difference(line, plan)}). The last proven step is {proven}: "
-        f"resume(step={proven}) goes on from there",
+        f"or numpy?), or this machine computes differently ({_difference(line, plan)}). {offer}",
         step=step,
         proven_step=proven,
     )

@@ -24,8 +24,10 @@ from everstep.restore.execute import (
     check_chain,
     layout_finder,
     load_base,
+    not_audited,
     num_threads,
     open_frames,
+    warn_if_unproven,
 )
 from everstep.restore.join import Joint, Source, fetch, joint_of, order_like
 from everstep.restore.plan import Line, Plan, describe_steps
@@ -46,8 +48,10 @@ class Report:
     deep: bool = False
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    replayed_step: int | None = None
+    """With deep: the last step up to which every replayed step passed its audit, which always has the parameters."""
     proven_step: int | None = None
-    """With deep: the last step up to which every replayed step passed its audit."""
+    """With deep: the last of them whose audit covers everything."""
 
     @property
     def ok(self) -> bool:
@@ -60,6 +64,8 @@ class Report:
         )
         if self.deep:
             head += f"; replayed and proven up to step {self.proven_step}"
+            if self.replayed_step != self.proven_step:
+                head += f", but for some optimizer state up to step {self.replayed_step}"
         return "\n  ".join([head, *self.problems, *self.notes])
 
 
@@ -103,6 +109,7 @@ class History:
         """S(step) as nested dicts of whole tensors: `model`, `optimizer`, `extras`."""
         source = self._source(step, timeline)
         restored = fetch(source, source.atoms)
+        warn_if_unproven(restored)
         return public_state(restored.state, cursors.decode(restored.state.cursor)["extras"])
 
     def restore(
@@ -130,6 +137,7 @@ class History:
         saved = cursors.decode(restored.state.cursor)["extras"]
         if given:
             cursors.check_same_extras(given, saved)
+        warn_if_unproven(restored)
         apply(restored.state, models, optimizers, declared)
         cursors.load_extras(given, saved)
         return restored.state.step
@@ -142,22 +150,22 @@ class History:
     def verify(self, *, deep: bool = False, progress: Callable[[int, int], None] | None = None) -> Report:
         """Check every checksum of the newest line; `deep` also replays every step against its audit."""
         report = Report(deep=deep)
-        proven: list[int | None] = []
+        replayed: list[_Replayed] = []
         for era in self._joint().eras:
             for line in era.lines:
-                self._verify_line(report, line, deep, progress)
+                found = self._verify_line(report, line, deep, progress)
                 if era.high is None:
-                    proven.append(report.proven_step)
-                report.proven_step = None
+                    replayed.append(found)
             if era.world_size > 1:
                 _checked(report, lambda lines=era.lines: report.problems.extend(drifted(lines)))  # type: ignore[misc]
-        known = [n for n in proven if n is not None]
-        report.proven_step = min(known) if len(known) == len(proven) else None
+        if deep and all(each.steps for each in replayed):
+            report.replayed_step = min(max(each.steps) for each in replayed)
+            report.proven_step = max(set.intersection(*(each.whole for each in replayed)), default=None)
         return report
 
     def _verify_line(
         self, report: Report, line: Line, deep: bool, progress: Callable[[int, int], None] | None
-    ) -> None:
+    ) -> _Replayed:
         """What one rank has written."""
         report.problems += line.problems
         for step, (manifest, folder) in sorted(line.bases.items()):
@@ -176,8 +184,7 @@ class History:
         for segment in line.segments.values():
             if segment.torn_bytes:
                 report.notes.append(f"{segment.path}: {segment.torn_bytes} bytes of an unfinished step at its end")
-        if deep:
-            _verify_deep(report, line)
+        return _verify_deep(report, line) if deep else _Replayed()
 
     def compare(self, other: History, step: Step = "latest", *, other_step: Step | None = None) -> Comparison:
         """This run's state against another's, atom by atom, whatever their layouts."""
@@ -218,19 +225,29 @@ def _verify_frame(line: Line, entry: Any) -> None:
             reader.close()
 
 
-def _verify_deep(report: Report, line: Line) -> None:
-    """From each base replay to the next base (or the end), checking every audit, and the next base bit for bit."""
+@dataclass
+class _Replayed:
+    """Steps of one line whose audits passed, and those of them whose audits cover everything."""
+
+    steps: set[int] = field(default_factory=set)
+    whole: set[int] = field(default_factory=set)
+
+
+def _verify_deep(report: Report, line: Line) -> _Replayed:
+    """From each base replay to the next base (or the end), checking every audit."""
     starts = sorted(line.bases)
     steps = line.steps()
+    replayed = _Replayed()
     for i, start in enumerate(starts):
         end = starts[i + 1] if i + 1 < len(starts) else steps[-1]
         while end > start and not all(n in line.frames for n in range(start + 1, end + 1)):
             end -= 1
         try:
-            _replay(report, line, _plan_from(line, start, end))
+            _replay(report, line, _plan_from(line, start, end), replayed)
         except EverstepError as e:
             report.problems.append(str(e))
-            return
+            break
+    return replayed
 
 
 def _plan_from(line: Line, start: int, end: int) -> Plan:
@@ -239,12 +256,14 @@ def _plan_from(line: Line, start: int, end: int) -> Plan:
     return Plan(end, line.spans[0].timeline, line.newest.generation, manifest, folder, frames)
 
 
-def _replay(report: Report, line: Line, plan: Plan) -> None:
+def _replay(report: Report, line: Line, plan: Plan, replayed: _Replayed) -> None:
     frames, readers = open_frames(line, plan)
     try:
         check_chain(frames)
         state = load_base(plan, os.cpu_count() or 1)
-        report.proven_step = state.step
+        replayed.steps.add(state.step)
+        if plan.base.is_proven:
+            replayed.whole.add(state.step)
         for frame in frames:
             Folder(find_layout=layout_finder(line), num_threads=num_threads(line, frame)).fold(state, [frame])
             bad = audit(state, frame.footer)
@@ -253,7 +272,9 @@ def _replay(report: Report, line: Line, plan: Plan) -> None:
                     f"step {frame.step}: replaying gives other values than the trainer had for {', '.join(bad[:5])}"
                 )
                 return
-            report.proven_step = frame.step
+            replayed.steps.add(frame.step)
+            if not not_audited(state, frame.footer):
+                replayed.whole.add(frame.step)
     finally:
         for reader in readers:
             reader.close()

@@ -200,15 +200,19 @@ def fetch(
     joiner = _Joiner(source, wanted, Reader(rank, world_size), stateful)
     near = 0 if rank is None else rank % era.world_size
     proven, fingerprint = True, {}
+    unproven: list[str] = []
+    whole: list[Set[int]] = []
     for r, batch in joiner.batches(near):
         only = {uid: joiner.ranges(uid, r) for uid in batch}
         part = restore(era.lines[r], source.step, live=live, only=only, shared=world_size > 1 and joiner.is_cut(batch))
         joiner.add(r, part.state)
         proven = proven and part.proven
         fingerprint = part.fingerprint
+        unproven += part.unproven
+        whole.append(part.whole_steps)
         if r == near:
             joiner.state.cursor = part.state.cursor
-    return Restored(joiner.finish(), None, proven, fingerprint)
+    return Restored(joiner.finish(), None, proven, fingerprint, unproven, frozenset.intersection(*map(frozenset, whole)))
 
 
 class _Joiner:

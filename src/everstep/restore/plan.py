@@ -226,10 +226,34 @@ def _check_no_newer_damaged(listing: Listing, newest: int) -> None:
 def _line(
     listing: Listing, generations: dict[int, GenerationDocument], newest: GenerationDocument, check_tail: bool
 ) -> Line:
-    spans = []
+    spans, broken = _spans(listing, generations, newest)
+    line = Line(listing, spans, newest)
+    line.problems += broken + listing.problems
+    for span, before in itertools.zip_longest(spans, spans[1:]):
+        _add_limits(line, span, before)
+        _add_problems(line, span)
+        _add_bases(line, span)
+        for segment in _segments(line, span):
+            _add_segment(line, span, segment)
+    if check_tail:
+        _cut_torn_tail(line)
+    for span in spans:
+        high = line.durable_step if span.high is None else min(span.high, line.durable_step)
+        for segment in _segments(line, span):
+            line.problems += [t for first, last, t in segment.holes if first <= high and last > span.low]
+    missing = line.missing()
+    if missing:
+        line.problems.append(f"steps {describe_steps(missing)} were durable but cannot be restored any more")
+    return line
+
+
+def _spans(
+    listing: Listing, generations: dict[int, GenerationDocument], newest: GenerationDocument
+) -> tuple[list[Span], list[str]]:
+    """From a generation back to the first that it stands on, and what is wrong on the way."""
+    spans: list[Span] = []
     document: GenerationDocument | None = newest
     high: int | None = None
-    broken: list[str] = []
     while document is not None:
         spans.append(Span(document.timeline, document.generation, document.resume_step, high, document.log == "memory"))
         high = document.resume_step if high is None else min(high, document.resume_step)
@@ -241,67 +265,75 @@ def _line(
         ):
             break  # what came before is in other parts: see join.py
         if parent is None:
-            broken.append(f"generation {document.parent} of {listing.path.path} is damaged or missing")
+            return spans, [f"generation {document.parent} of {listing.path.path} is damaged or missing"]
         document = parent
-    line = Line(listing, spans, newest)
-    line.problems += broken + listing.problems
-    for span, before in itertools.zip_longest(spans, spans[1:]):
-        timeline = listing.timelines[span.timeline]
-        line.horizon = max(line.horizon, timeline.kept.horizon)
-        gaps = [(first, last) for first, last, generation in timeline.kept.gaps if generation == span.generation]
-        line.gaps += [(first, last if span.high is None else min(last, span.high)) for first, last in gaps]
-        if span.in_memory:
-            line.gaps.append((span.low + 1, sys.maxsize if span.high is None else span.high))
-        begins = before is None and timeline.document.own_bases
-        if begins:
-            line.horizon = max(line.horizon, span.low)
-        if span.low and not begins and not (before is not None and before.in_memory):
-            line.durable_step = max(line.durable_step, span.low)
-        dead = {
-            problem
-            for segment in timeline.segments
-            if segment.generation == span.generation and span.high is not None and segment.first_step > span.high
-            for problem in segment.problems
-        }
-        line.problems += [p for p in timeline.problems if p not in line.problems and p not in dead]
-        for step, manifest in timeline.bases.items():
-            inside = manifest.generation == span.generation and (span.high is None or step <= span.high)
-            if inside and step >= span.low and step not in line.bases and manifest.run == listing.run.run:
-                line.bases[step] = (manifest, base_folder(listing.path.bases(span.timeline), step))
-        for segment in timeline.segments:
-            if segment.generation != span.generation:
-                continue
-            line.segments[segment.path] = segment
-            durable = segment.durable_step
-            line.durable_step = max(line.durable_step, durable if span.high is None else min(durable, span.high))
-            for frame in segment.frames:
-                stored = not any(first <= frame.step <= last for first, last in gaps)
-                if stored and span.low < frame.step and (span.high is None or frame.step <= span.high):
-                    line.frames.setdefault(frame.step, frame)
-            following = None if segment.end is None else segment.end.next_step
-            if following is None or following <= line.horizon or (span.high is not None and following > span.high):
-                continue
-            if not any(
-                s.first_step == following and s.generation == span.generation and s.header is not None
-                for s in timeline.segments
-            ):
-                line.problems.append(
-                    f"the log file of generation {span.generation} that begins at step {following} is missing or damaged"
-                )
-                later = [s for s in timeline.segments if s.generation == span.generation and s.first_step > following]
-                if span.high is None and not later:
-                    line.lost_from = following
-    if check_tail:
-        _cut_torn_tail(line)
-    for span in spans:
-        high = line.durable_step if span.high is None else min(span.high, line.durable_step)
-        for segment in listing.timelines[span.timeline].segments:
-            if segment.generation == span.generation:
-                line.problems += [t for first, last, t in segment.holes if first <= high and last > span.low]
-    missing = line.missing()
-    if missing:
-        line.problems.append(f"steps {describe_steps(missing)} were durable but cannot be restored any more")
-    return line
+    return spans, []
+
+
+def _segments(line: Line, span: Span) -> list[Segment]:
+    return [s for s in line.listing.timelines[span.timeline].segments if s.generation == span.generation]
+
+
+def _gaps(line: Line, span: Span) -> list[tuple[int, int]]:
+    """(first, last) of steps of this generation that were never stored."""
+    kept = line.listing.timelines[span.timeline].kept
+    return [(first, last) for first, last, generation in kept.gaps if generation == span.generation]
+
+
+def _add_limits(line: Line, span: Span, before: Span | None) -> None:
+    """What retention has removed, what was never there, and what the generation's beginning says was durable."""
+    timeline = line.listing.timelines[span.timeline]
+    line.horizon = max(line.horizon, timeline.kept.horizon)
+    line.gaps += [(first, last if span.high is None else min(last, span.high)) for first, last in _gaps(line, span)]
+    if span.in_memory:
+        line.gaps.append((span.low + 1, sys.maxsize if span.high is None else span.high))
+    begins = before is None and timeline.document.own_bases
+    if begins:
+        line.horizon = max(line.horizon, span.low)
+    if span.low and not begins and not (before is not None and before.in_memory):
+        line.durable_step = max(line.durable_step, span.low)
+
+
+def _add_problems(line: Line, span: Span) -> None:
+    """All of the timeline's, but for those of files that the line does not go through."""
+    dead = {
+        problem
+        for segment in _segments(line, span)
+        if span.high is not None and segment.first_step > span.high
+        for problem in segment.problems
+    }
+    problems = line.listing.timelines[span.timeline].problems
+    line.problems += [p for p in problems if p not in line.problems and p not in dead]
+
+
+def _add_bases(line: Line, span: Span) -> None:
+    for step, manifest in line.listing.timelines[span.timeline].bases.items():
+        inside = manifest.generation == span.generation and (span.high is None or step <= span.high)
+        if inside and step >= span.low and step not in line.bases and manifest.run == line.listing.run.run:
+            line.bases[step] = (manifest, base_folder(line.listing.path.bases(span.timeline), step))
+
+
+def _add_segment(line: Line, span: Span, segment: Segment) -> None:
+    """Its frames; and whether the file that it says comes next is there."""
+    line.segments[segment.path] = segment
+    durable = segment.durable_step
+    line.durable_step = max(line.durable_step, durable if span.high is None else min(durable, span.high))
+    gaps = _gaps(line, span)
+    for frame in segment.frames:
+        stored = not any(first <= frame.step <= last for first, last in gaps)
+        if stored and span.low < frame.step and (span.high is None or frame.step <= span.high):
+            line.frames.setdefault(frame.step, frame)
+    following = None if segment.end is None else segment.end.next_step
+    if following is None or following <= line.horizon or (span.high is not None and following > span.high):
+        return
+    others = _segments(line, span)
+    if any(s.first_step == following and s.header is not None for s in others):
+        return
+    line.problems.append(
+        f"the log file of generation {span.generation} that begins at step {following} is missing or damaged"
+    )
+    if span.high is None and not any(s.first_step > following for s in others):
+        line.lost_from = following
 
 
 def _cut_torn_tail(line: Line) -> None:

@@ -37,6 +37,8 @@ _PART = re.compile(r"part-(\d{5})-of-(\d{5})\.json")
 _READ_BYTES = 4 << 20
 _CHUNK_BYTES = 2 << 20
 """What a piece waits for is little more than itself."""
+ALONE_BYTES = 1 << 20
+"""So much is read and verified sooner than threads for it are started."""
 _numbers = itertools.count()
 _SAFETENSORS = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
@@ -384,9 +386,13 @@ class Loading:
     def need_all(self, num_workers: int, wanted: Mapping[int, Sequence[tuple[int, int | None]]]) -> None:
         """Return when these parts of these tensors have been."""
         left = [index for index in wanted if not all(self._is_ready[index])]
-        if left:
+        parts = [(index, *part) for index in left for part in wanted[index]]
+        if sum(len(self._bytes[index]) for index in left) <= ALONE_BYTES:
+            for part in parts:
+                self.need(*part)
+        else:
             with ThreadPoolExecutor(max(2, num_workers), "everstep-base") as pool:
-                list(pool.map(lambda part: self.need(*part), [(i, *part) for i in left for part in wanted[i]]))
+                list(pool.map(lambda part: self.need(*part), parts))
 
 
 class BaseReader:
