@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
+from everstep.atoms import Layout
 from everstep.errors import CorruptionError, LinkClosed, LinkError, LinkRefused
 from everstep.follow.recover import MAX_MANIFEST_BYTES, Offer
 from everstep.format import documents, parts
@@ -22,6 +23,8 @@ from everstep.store.runs import RunPath
 
 NUM_STREAMS = 4
 """Connections to each shadow, over which a state comes at once."""
+_MANY = 1 << 31
+"""Streams of which one has next to nothing of a state but its manifest."""
 _ASK_S = 5.0
 _WAIT_S = 300.0
 """A shadow may be folding or writing a base when it is asked."""
@@ -92,30 +95,25 @@ class _Stream:
 
 def find_all(
     where: Sequence[str], path: RunPath, run: str, newest: GenerationDocument | None = None, *, token: bytes | None = None,
-    tls: ssl.SSLContext | None = None, num_streams: int = NUM_STREAMS, at_least: int = -1,
+    tls: ssl.SSLContext | None = None, num_streams: int = NUM_STREAMS, at_least: int = -1, step: int = -1,
     say: Callable[[str], None] = lambda text: None,
 ) -> Offer | None:  # fmt: skip
-    """What the shadows at these addresses hold of a run, brought here; None, and why is said, if it is not all to be had,
-    or of a step before `at_least`.
+    """What the shadows at these addresses hold of a run, brought here: at `step`, or at the latest that all have. None, and
+    why is said, if it is not all to be had, or of a step before `at_least`.
 
     `newest` is the run's newest generation, as its folder tells. A shadow that this generation never reached is as good as
     one that it did, if it holds the step from which that generation began and nothing has come of it since.
     """
-    hello = Hello(VERSION, run, path.path, 0, 0, 0, "fetch", {})
 
     def connect(address: str, sink: Callable[[Message, int], memoryview | None]) -> tuple[Channel, Welcome]:
-        channel = Channel(addresses.connect(address, timeout=_ASK_S, ssl_context=tls), sink)
-        try:
-            return channel, sockets.introduce(channel, hello, token)
-        except BaseException:
-            channel.close()
-            raise
+        return _connect(address, path, run, sink, token, tls)
 
     streams = [_Stream(address, connect) for address in where]
     try:
         with ThreadPoolExecutor(len(where) * num_streams, "everstep-fetch") as pool:
             welcomes = list(pool.map(_Stream.open, streams))
-            step = -1 if len(where) == 1 else _common_step(where, welcomes, newest)
+            if step < 0 and len(where) > 1:
+                step = _common_step(where, welcomes, newest)
             return _fetch(streams, welcomes, step, at_least, newest, num_streams, pool)
     except (LinkClosed, _UnusableError, CorruptionError) as e:
         needed = f"; of {len(where)} shadows all are needed" if len(where) > 1 else ""
@@ -129,6 +127,44 @@ def find_all(
     finally:
         for stream in streams:
             stream.close()  # the shadows may go on
+
+
+def _connect(
+    address: str, path: RunPath, run: str, sink: Callable[[Message, int], memoryview | None], token: bytes | None,
+    tls: ssl.SSLContext | None,
+) -> tuple[Channel, Welcome]:  # fmt: skip
+    channel = Channel(addresses.connect(address, timeout=_ASK_S, ssl_context=tls), sink)
+    try:
+        return channel, sockets.introduce(channel, Hello(VERSION, run, path.path, 0, 0, path.rank, "fetch", {}), token)
+    except BaseException:
+        channel.close()
+        raise
+
+
+def standing(
+    where: Sequence[str], path: RunPath, run: str, newest: GenerationDocument, token: bytes | None = None,
+    tls: ssl.SSLContext | None = None,
+) -> int:  # fmt: skip
+    """The greatest step that all shadows of one rank's part have received. LinkError, which says why, if there is none."""
+    welcomes = []
+    for address in where:
+        channel, welcome = _connect(address, path, run, lambda message, num_bytes: None, token, tls)
+        channel.close()
+        welcomes.append(welcome)
+    return _common_step(where, welcomes, newest)
+
+
+def layout_at(
+    where: Sequence[str], path: RunPath, run: str, step: int, token: bytes | None = None, tls: ssl.SSLContext | None = None
+) -> Layout:
+    """The layout of the state that the shadows at these addresses hold, without the state. LinkError if it is not there."""
+    stream = _Stream(where[0], lambda address, sink: _connect(address, path, run, sink, token, tls))
+    try:
+        stream.open()
+        stream.ask(step, 0, _MANY)
+        return stream.manifest().layout
+    finally:
+        stream.close()
 
 
 class _UnusableError(LinkError):

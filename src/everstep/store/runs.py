@@ -161,6 +161,10 @@ class RunPath:
         name = f"{document.generation:06d}.json"
         files.write_whole(os.path.join(self.generations(document.timeline), name), documents.encode(document))
 
+    def read_generation(self, timeline: int, generation: int) -> GenerationDocument:
+        path = os.path.join(self.generations(timeline), f"{generation:06d}.json")
+        return documents.decode(files.read_whole(path), GenerationDocument, path)
+
     def write_layout(self, timeline: int, layout: Layout) -> None:
         """Durable on return."""
         files.write_whole(os.path.join(self.layouts(timeline), f"{layout.id}.json"), documents.encode(layout))
