@@ -69,6 +69,8 @@ from everstep.store.retention import Retention
 from everstep.store.runs import Listing, RunPath, WriterLock, describe_writer, read_listing
 
 MODES = ("delta", "shadow")
+_SEEN_STEPS = 4096
+"""So many of the newest steps are told to other ranks."""
 PACE_AFTER = 50
 """Steps after which the measured pace is told."""
 
@@ -196,6 +198,9 @@ class Run:
         cursors.capture_extras(extras)
         self._ranks = Ranks.current()
         self._declared.check(self._ranks.gather("match their layouts", sorted(inventory.matched)))
+        modes = sorted(set(self._ranks.gather("say their mode", mode)))
+        if len(modes) > 1:
+            raise UsageError(f"all ranks must have one mode, not {' and '.join(modes)}")
         self._path = RunPath(run, self._ranks.rank)
         self._stored: set[int] = set()
         """With several ranks: the atoms that this one stores."""
@@ -504,7 +509,7 @@ class Run:
         with contextlib.suppress(NothingToRestoreError):
             line = line_of(listing, check_tail=False)
         return find_all(
-            self._options.shadows, self._path, self._document.run, None if line is None else line.newest,
+            self._options.shadows, self._path, self._document.run, () if line is None else line.generations,
             token=self._token(), tls=self._tls(), num_streams=self._options.shadow_streams,
             at_least=_latest(line) if line is not None and step == "latest" else -1,
             say=lambda text: self._say(f"everstep: {self.path}: {text}") if line is not None else None,
@@ -630,12 +635,13 @@ class Run:
         holding = holding_id(held, stored)
         begun = time.perf_counter()
         asked = ranks.gather("ask shadows", self._standings())
+        seen = ranks.gather("see steps", self._seen_steps()) if any(asked) else []
         at: int | None
-        at, source = ranks.first("choose a step", lambda: self._choose_step(step, asked, holding))
+        at, source = ranks.first("choose a step", lambda: self._choose_step(step, asked, holding, seen))
         restored: list[Restored] = []
         joint: Joint | None = None
         if at is not None and source != "disk":
-            at, source, joint = self._from_shadows(at, source, step, asked, full, held, restored)
+            at, source, joint = self._from_shadows(at, source, step, asked, seen, full, held, restored)
         if at is not None and source == "disk":
             joint = joint_of(self._path)
             self._say(f"everstep: restoring step {at} of {self.path} …")
@@ -663,6 +669,7 @@ class Run:
 
         def start() -> None:
             self._path.make_part(timeline)
+            self._path.remove_after(timeline, at or 0)
             if ranks.rank:
                 self._path.clean(timeline)
                 self._path.write_layout(timeline, self._inventory().layout)
@@ -705,13 +712,15 @@ class Run:
 
     def _standings(self) -> list[int | str]:
         """What the shadows of all ranks tell this process; nothing if the run was not written with shadows."""
-        generations = read_listing(self._path.part(0)).generations()
-        newest = generations[max(generations)] if generations else None
-        return self._shadows().standings(newest) if newest is not None and newest.log == "memory" else []
+        try:
+            line = line_of(read_listing(self._path.part(0)), check_tail=False)
+        except (NothingToRestoreError, CorruptionError):
+            return []
+        return self._shadows().standings(line.generations) if line.newest.log == "memory" else []
 
     def _from_shadows(
-        self, at: int, source: str, step: Step, asked: list[list[int | str]], full: Inventory, held: list[list[Holding]],
-        restored: list[Restored],
+        self, at: int, source: str, step: Step, asked: list[list[int | str]], seen: list[list[int]], full: Inventory,
+        held: list[list[Holding]], restored: list[Restored],
     ) -> tuple[int | None, str, Joint]:  # fmt: skip
         """All ranks: what their shadows hold, or bases of that. If that fails, the step to be had from disk."""
         ranks = self._ranks
@@ -736,13 +745,21 @@ class Run:
         restored.clear()
         self._say_not_taken(failed[0])
         at_disk: int | None
-        at_disk, source = ranks.first("choose a step on disk", lambda: self._choose_step(step, [], ""))
+        at_disk, source = ranks.first("choose a step on disk", lambda: self._choose_step(step, [], "", seen))
         return at_disk, source, joint
 
     def _say_not_taken(self, why: str) -> None:
         self._say(f"everstep: {self.path}: nothing is taken from shadows: {why}; the shadows of all ranks are needed")
 
-    def _choose_step(self, step: Step, asked: list[list[int | str]], holding: str) -> tuple[int | None, str]:
+    def _seen_steps(self) -> list[int]:
+        """The newest steps that this process could restore. Of a log in hosts' memory, others may see other parts."""
+        with contextlib.suppress(EverstepError):
+            return joint_of(self._path).steps()[-_SEEN_STEPS:]
+        return []
+
+    def _choose_step(
+        self, step: Step, asked: list[list[int | str]], holding: str, seen: list[list[int]]
+    ) -> tuple[int | None, str]:
         """By one process: the step to restore (None for a new run), and from where: "disk"; the "memory" of all ranks'
         shadows; or "bases" that these shadows' states must be written as first. Nothing is written."""
         if step != "latest" and (not isinstance(step, int) or isinstance(step, bool) or step < 0):
@@ -761,6 +778,9 @@ class Run:
             elif in_memory >= 0:
                 self._say(f"everstep: {self.path}: the shadows hold step {in_memory}; taking the state from disk")
             at = joint.latest() if latest else step
+            common = set.intersection(*map(set, seen)) if seen else {at}
+            if latest and at not in common and common:
+                at = max(common)
         except NothingToRestoreError:
             if step in ("latest", 0):
                 return None, "disk"

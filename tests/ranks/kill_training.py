@@ -2,10 +2,10 @@
 
 JSON may say: `slow_rank`, `slow_after` (that rank stores nothing after this step), `kill_at` ({rank: step}: right after the
 commit of that step), `kill_in_resume` (rank: before its part of the restore is done), `bucket_cap_mb`,
-`edit` ([rank, step]: of a parameter that another rank stores), `attach` (more options), `fsdp` (FSDP2 in place of DDP), `plain`
-(without Everstep), `shared` (by rank, a folder in memory: as if each were on a host of its own), `pause_s` (before each step),
-`await_shadow` (train when it holds the state).
-Rank 0 prints one line of JSON.
+`kill_in_start` (rank: when the generation is published, and nobody has begun), `edit` ([rank, step]: of a parameter that
+another rank stores), `attach` (more options), `fsdp` (FSDP2 in place of DDP), `plain` (without Everstep), `shared` (for each
+rank a folder in memory, as if it were on a host of its own), `pause_s` (before each step), `await_shadow` (train when it
+holds the state), `await_folded` (end when the shadow has all), `kill_shadow_at` (step). Rank 0 prints one line of JSON.
 """
 
 from __future__ import annotations
@@ -64,6 +64,13 @@ def turn(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, rank: in
     return loss.item()
 
 
+def await_shadow(run: Run) -> None:
+    """Until there is a shadow that holds something, or needs a base, which the next step will give it."""
+    time.sleep(0.3)
+    while run.stats()["folded_step"] < 0 and not run._keeper._needs_base:
+        time.sleep(0.01)
+
+
 def main() -> None:
     path, steps = sys.argv[1], int(sys.argv[2])
     orders: dict[str, Any] = json.loads(sys.argv[3]) if len(sys.argv) > 3 else {}
@@ -91,6 +98,8 @@ def main() -> None:
     if orders.get("kill_in_resume") == rank:
         restore = Run._restore_part
         Run._restore_part = lambda *args: (die(), restore(*args))[1]  # type: ignore[assignment,method-assign]
+    if orders.get("kill_in_start") == rank:
+        Run._start = lambda *args: die()  # type: ignore[method-assign]
     at = run.resume()
     if orders.get("slow_rank") == rank:
         offload = run._capture.offload
@@ -108,6 +117,8 @@ def main() -> None:
     losses = []
     for step in range(at, steps):
         time.sleep(orders.get("pause_s", 0.0))
+        if "kill_shadow_at" in orders and step > orders["kill_shadow_at"]:
+            await_shadow(run)
         loss = turn(model, optimizer, step, rank, world)
         if orders.get("edit") == [rank, step + 1]:
             stored = run._stored
@@ -116,10 +127,15 @@ def main() -> None:
             next(iter(uids.values())).detach().view(-1)[0] += 0.5  # of what the other rank stores
         run.commit()
         losses.append(loss)
+        if rank == 0 and orders.get("kill_shadow_at") == step + 1:
+            os.kill(run.stats()["shadow_pid"], signal.SIGKILL)
         if kill_at.get(rank) == step + 1:
             if rank != orders.get("slow_rank"):
                 run.flush()
             die()
+    while orders.get("await_folded") and run.stats()["folded_step"] < steps:
+        run.flush()
+        time.sleep(0.01)
     stats = run.stats()
     run.close()
     found = digest(model, optimizer)

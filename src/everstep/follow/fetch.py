@@ -30,6 +30,10 @@ _WAIT_S = 300.0
 """A shadow may be folding or writing a base when it is asked."""
 
 
+Generations = Sequence[GenerationDocument]
+"""Of one line, newest first; none: whatever a shadow has will do."""
+
+
 @dataclass
 class _Stream:
     """One connection to a shadow, and where what comes over it goes."""
@@ -94,15 +98,15 @@ class _Stream:
 
 
 def find_all(
-    where: Sequence[str], path: RunPath, run: str, newest: GenerationDocument | None = None, *, token: bytes | None = None,
+    where: Sequence[str], path: RunPath, run: str, line: Generations = (), *, token: bytes | None = None,
     tls: ssl.SSLContext | None = None, num_streams: int = NUM_STREAMS, at_least: int = -1, step: int = -1,
     say: Callable[[str], None] = lambda text: None,
 ) -> Offer | None:  # fmt: skip
     """What the shadows at these addresses hold of a run, brought here: at `step`, or at the latest that all have. None, and
     why is said, if it is not all to be had, or of a step before `at_least`.
 
-    `newest` is the run's newest generation, as its folder tells. A shadow that this generation never reached is as good as
-    one that it did, if it holds the step from which that generation began and nothing has come of it since.
+    `line` is the run's newest generation and those that it goes on from, as its folder tells. A shadow that the newest never
+    reached is as good as one that it did, if it holds the step from which that generation began.
     """
 
     def connect(address: str, sink: Callable[[Message, int], memoryview | None]) -> tuple[Channel, Welcome]:
@@ -113,8 +117,8 @@ def find_all(
         with ThreadPoolExecutor(len(where) * num_streams, "everstep-fetch") as pool:
             welcomes = list(pool.map(_Stream.open, streams))
             if step < 0 and len(where) > 1:
-                step = _common_step(where, welcomes, newest)
-            return _fetch(streams, welcomes, step, at_least, newest, num_streams, pool)
+                step = _common_step(where, welcomes, line)
+            return _fetch(streams, welcomes, step, at_least, line, num_streams, pool)
     except (LinkClosed, _UnusableError, CorruptionError) as e:
         needed = f"; of {len(where)} shadows all are needed" if len(where) > 1 else ""
         say(f"nothing is taken from shadows: {e}{needed}")
@@ -142,7 +146,7 @@ def _connect(
 
 
 def standing(
-    where: Sequence[str], path: RunPath, run: str, newest: GenerationDocument, token: bytes | None = None,
+    where: Sequence[str], path: RunPath, run: str, line: Generations, token: bytes | None = None,
     tls: ssl.SSLContext | None = None,
 ) -> int:  # fmt: skip
     """The greatest step that all shadows of one rank's part have received. LinkError, which says why, if there is none."""
@@ -151,7 +155,7 @@ def standing(
         channel, welcome = _connect(address, path, run, lambda message, num_bytes: None, token, tls)
         channel.close()
         welcomes.append(welcome)
-    return _common_step(where, welcomes, newest)
+    return _common_step(where, welcomes, line)
 
 
 def layout_at(
@@ -171,25 +175,31 @@ class _UnusableError(LinkError):
     """What a shadow holds is not what is needed."""
 
 
-def _common_step(where: Sequence[str], welcomes: Sequence[Welcome], newest: GenerationDocument | None) -> int:
-    """The greatest step that all shadows have received."""
+def _common_step(where: Sequence[str], welcomes: Sequence[Welcome], line: Generations) -> int:
+    """The greatest step that all shadows have received and that is of this line."""
+    begins = line[0].resume_step if line else 0
     found = []
     for address, welcome in zip(where, welcomes, strict=True):
         if welcome.step < 0:
             raise _UnusableError(f"the shadow at {address} holds no state of this run")
-        if newest is None or welcome.generation == newest.generation:
+        numbers = [g.generation for g in line]
+        after = line[: numbers.index(welcome.generation)] if welcome.generation in numbers else line
+        if not after:
             found.append(welcome.received)
-        elif welcome.generation == newest.parent and welcome.step <= newest.resume_step <= welcome.received:
-            found.append(newest.resume_step)
+        elif (
+            len(after) < len(line) and begins == min(g.resume_step for g in after)
+            and welcome.step <= begins <= welcome.received
+        ):  # fmt: skip
+            found.append(begins)
         else:
             raise _UnusableError(
-                f"the shadow at {address} is of generation {welcome.generation}; {newest.generation} has gone on without it"
+                f"the shadow at {address} is of generation {welcome.generation}; {line[0].generation} has gone on without it"
             )
     return min(found)
 
 
 def _fetch(
-    streams: list[_Stream], welcomes: Sequence[Welcome], step: int, at_least: int, newest: GenerationDocument | None,
+    streams: list[_Stream], welcomes: Sequence[Welcome], step: int, at_least: int, line: Generations,
     num_streams: int, pool: ThreadPoolExecutor,
 ) -> Offer:  # fmt: skip
     """All at this step; every stream's bytes go where they belong in one memory. Adds the other connections to `streams`."""
@@ -223,8 +233,8 @@ def _fetch(
     if got != wanted:
         raise _UnusableError(f"{got} bytes of a state of {wanted} were sent, and said to be all")
     generation = states[0].generation
-    if len(firsts) > 1 and newest is not None:
-        generation = newest.generation
+    if len(firsts) > 1 and line:
+        generation = line[0].generation
     joined = manifests[0]
     if len(firsts) > 1:
         same = [msgspec.structs.replace(m, generation=generation, timeline=manifests[0].timeline) for m in manifests]

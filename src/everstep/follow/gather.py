@@ -15,7 +15,7 @@ from everstep.errors import LinkError
 from everstep.fold import Live
 from everstep.follow import recover
 from everstep.follow.compact import Held
-from everstep.follow.fetch import NUM_STREAMS, find_all, layout_at, standing
+from everstep.follow.fetch import NUM_STREAMS, Generations, find_all, layout_at, standing
 from everstep.follow.recover import Offer
 from everstep.format.documents import GenerationDocument
 from everstep.restore.execute import Restored
@@ -35,14 +35,14 @@ class Shadows:
     tls: ssl.SSLContext | None = None
     num_streams: int = NUM_STREAMS
 
-    def standings(self, newest: GenerationDocument) -> list[int | str]:
-        """For each rank of this generation, the greatest step that its shadow has received, or why there is none."""
+    def standings(self, line: Generations) -> list[int | str]:
+        """For each rank of the newest generation, the greatest step that its shadow has received, or why there is none."""
         found: list[int | str] = []
-        for rank in range(newest.world_size):
+        for rank in range(line[0].world_size):
             path = self.path.part(rank)
             where = self.where or [recover.address_of(path, self.run)]
             try:
-                found.append(standing(where, path, self.run, newest, self.token, self.tls))
+                found.append(standing(where, path, self.run, line, self.token, self.tls))
             except LinkError as e:
                 found.append(str(e))
         return found

@@ -130,8 +130,8 @@ class Server:
         if reason:
             sockets.refuse(channel, handshake, reason)
             return
-        if handshake.hello.purpose == "fetch" and self._shadow.waits:
-            self._shadow.count(_COUNT_S)  # which step all have depends on it
+        if handshake.hello.purpose == "fetch":
+            self._shadow.count(_COUNT_S)  # of several shadows, which step all have depends on it
         progress = self._shadow.progress
         try:
             segment, offset = ("", 0) if self._receiver is None else self._receiver.begin(handshake.hello)

@@ -212,6 +212,13 @@ class RunPath:
                 if name.endswith(".tmp"):
                     files.remove(os.path.join(folder, name))
 
+    def remove_after(self, timeline: int, step: int) -> None:
+        """Remove this rank's bases of later steps: a generation has just begun at this one, and they count no more. Nor
+        must they look like those that it will write."""
+        for name in files.listing(self.bases(timeline)):
+            if name.isdigit() and int(name) > step:
+                bases.remove_base(os.path.join(self.bases(timeline), name))
+
     def read_layout(self, layout_id: str, timelines: list[int]) -> Layout:
         """A layout by its id, wherever it was written."""
         failures = []
