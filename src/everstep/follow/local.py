@@ -19,7 +19,7 @@ from everstep.follow.serve import OUTPUT, SOCKET, no_payload
 from everstep.follow.shadow import DISK, MEMORY
 from everstep.follow.talk import SEND_S, Conversation, Subject, Trainer
 from everstep.link import addresses
-from everstep.link.messages import Ack
+from everstep.link.messages import Ack, Welcome
 from everstep.link.sockets import Channel
 from everstep.store.segments import FrameEntry
 
@@ -45,6 +45,8 @@ class LocalShadow(Conversation):
         self.started = 0
         self._deaths = 0
         """Of shadows in a row that never folded anything."""
+        self._folded_before, self._pid_before = -1, self.pid
+        """Of the shadow to which the connection was lost."""
 
     def _connect(self) -> Channel | None:
         """A connection to the shadow that is there, or to a new one."""
@@ -143,15 +145,26 @@ class LocalShadow(Conversation):
         with contextlib.suppress(Exception):
             if self._process is not None:
                 self._process.wait(0.2)
-        folded = self._forget_progress().folded
-        alive, base = recover.is_alive(self.pid), self.trainer.base_step
-        if not alive and folded > base and not self._keep_log:
-            self._is_lost(
-                f"the shadow (pid {self.pid}) died at step {folded}. Training goes on; until a new one holds the state, a "
-                f"failure of this process would lead back to step {base}"
-            )
-        elif alive:
+        self._folded_before, self._pid_before = max(self._folded_before, self._forget_progress().folded), self.pid
+        alive = recover.is_alive(self.pid)
+        if not alive:
+            self._it_died()
+        else:
             self.trainer.say(f"the connection to the shadow was lost ({e}); connecting again")
+
+    def _before_resume(self, channel: Channel, welcome: Welcome) -> None:
+        """It may be another one than before."""
+        if welcome.step < 0:
+            self._it_died()
+        self._folded_before = -1
+
+    def _it_died(self) -> None:
+        folded, base = self._folded_before, self.trainer.base_step
+        if folded > base and not self._keep_log:
+            self._is_lost(
+                f"the shadow (pid {self._pid_before}) died at step {folded}. Training goes on; until a new one holds the "
+                f"state, a failure of this process would lead back to step {base}"
+            )
 
     def _ended(self) -> None:
         if self._finish and not self.waits:

@@ -108,6 +108,7 @@ class Shadow:
         self._entries: dict[int, FrameEntry] = {}
         self._early: dict[int, FrameEntry] = {}
         """Frames of a generation that this thread has not gone on to yet."""
+        self._early_watermark = -1
         self._held: Held | None = None
         self._home = Home(folder)
         self._fingerprint: dict[str, Any] = {}
@@ -151,6 +152,7 @@ class Shadow:
             held = self._held
             if entry.generation > self.generation:
                 self._early[entry.step] = entry
+                self._early_watermark = max(self._early_watermark, watermark)
                 return
             if entry.generation == self.generation and (held is None or held.step is None or entry.step > held.step):
                 self._entries[entry.step] = entry
@@ -512,7 +514,8 @@ class Shadow:
             self._early = {}
             self.progress.received = max([step, *self._entries])
             self.progress.durable = min(self.progress.durable, step)
-            self.watermark = step if self.waits else self.progress.received
+            self.watermark = max(step, self._early_watermark) if self.waits else self.progress.received
+            self._early_watermark = -1
         self._fingerprint = {}
         self._drop_readers(lambda path: True)
         if held is not None and held.step == step and _goes_on(before, document):
