@@ -92,7 +92,7 @@ def check(found: dict[str, Any] | None, plain: dict[str, Any], at: int, source: 
 
 
 @pytest.mark.long
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("fsdp", [False, True])
 def test_ranks_killed_at_different_moments_twice_in_a_row(
     fsdp: bool, plain: dict[bool, dict[str, Any]], memory: Path, tmp_path: Path
@@ -108,7 +108,7 @@ def test_ranks_killed_at_different_moments_twice_in_a_row(
 
 
 @pytest.mark.long
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_one_rank_killed_alone_and_resumes_killed_before_and_after_their_generation_is_there(
     plain: dict[bool, dict[str, Any]], memory: Path, tmp_path: Path
 ) -> None:
@@ -122,7 +122,7 @@ def test_one_rank_killed_alone_and_resumes_killed_before_and_after_their_generat
 
 
 @pytest.mark.long
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("log", ["memory", "disk"])
 def test_without_the_shadows_it_is_the_disk_and_it_says_why(
     log: str, plain: dict[bool, dict[str, Any]], memory: Path, tmp_path: Path
@@ -143,7 +143,7 @@ def test_without_the_shadows_it_is_the_disk_and_it_says_why(
 
 
 @pytest.mark.long
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_ranks_on_hosts_of_their_own_go_on_from_bases_of_what_their_shadows_hold(
     plain: dict[bool, dict[str, Any]], memory: Path, tmp_path: Path
 ) -> None:
@@ -163,7 +163,7 @@ def test_ranks_on_hosts_of_their_own_go_on_from_bases_of_what_their_shadows_hold
 
 
 @pytest.mark.long
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("fsdp", [False, True])
 def test_one_host_keeps_the_shadows_of_all_ranks_over_tcp(
     fsdp: bool, plain: dict[bool, dict[str, Any]], memory: Path, tmp_path: Path
@@ -177,7 +177,7 @@ def test_one_host_keeps_the_shadows_of_all_ranks_over_tcp(
 
 
 @pytest.mark.long
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_a_shadow_killed_while_training_goes_on_is_replaced_and_all_go_on_from_its_successor(
     plain: dict[bool, dict[str, Any]], memory: Path, tmp_path: Path
 ) -> None:
