@@ -7,12 +7,12 @@ them, as it would from the ranks' files: restore/join.py cuts and joins, whateve
 from __future__ import annotations
 
 import ssl
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from everstep.atoms import Layout
 from everstep.errors import LinkError
-from everstep.fold import Live
+from everstep.fold import Live, Ranges
 from everstep.follow import recover
 from everstep.follow.compact import Held
 from everstep.follow.fetch import NUM_STREAMS, Generations, find_all, layout_at, standing
@@ -127,9 +127,12 @@ class ShadowSource(Source):
             self._offers[rank] = self._shadows.find(rank, self.step)
         return self._offers[rank]
 
-    def part(self, rank: int, only: Set[int] | None, live: Live | None) -> Restored:
+    def part(
+        self, rank: int, only: Mapping[int, Ranges] | None, live: Live | None, *, shared: bool = False
+    ) -> Restored:
+        """Of what is wanted all elements: they are in memory."""
         offer = self.offer(rank)
-        return Restored(offer.fetch(only=only), None, offer.proven, dict(offer.fingerprint))
+        return Restored(offer.fetch(only=None if only is None else set(only)), None, offer.proven, dict(offer.fingerprint))
 
     def close(self) -> None:
         """The shadows may go on."""
