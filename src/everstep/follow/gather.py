@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from everstep.atoms import Layout
 from everstep.errors import LinkError
-from everstep.fold import Live, Ranges
+from everstep.fold import Live, Ranges, State
 from everstep.follow import recover
+from everstep.follow.arena import DamagedStateError
 from everstep.follow.compact import Held
 from everstep.follow.fetch import NUM_STREAMS, Generations, find_all, layout_at, standing
 from everstep.follow.recover import Offer
@@ -103,10 +104,19 @@ def leave_bases(shadows: Shadows, newest: GenerationDocument, step: int, ranks: 
         try:
             path = shadows.path.part(rank)
             held = Held(path, newest.timeline, newest.generation)
-            held.take(offer.fetch(), dict(offer.fingerprint))
+            held.take(_fetch(offer), dict(offer.fingerprint))
             held.write_base(direct=files.supports_direct(path.bases(newest.timeline)))
         finally:
             offer.release()
+
+
+def _fetch(offer: Offer, only: set[int] | None = None) -> State:
+    """What a shadow holds. If that is damaged, the shadow is told, so that nobody goes on with it."""
+    try:
+        return offer.fetch(only=only)
+    except DamagedStateError as e:
+        offer.is_damaged(str(e))
+        raise
 
 
 class ShadowSource(Source):
@@ -132,7 +142,8 @@ class ShadowSource(Source):
     ) -> Restored:
         """Of what is wanted all elements: they are in memory."""
         offer = self.offer(rank)
-        return Restored(offer.fetch(only=None if only is None else set(only)), None, offer.proven, dict(offer.fingerprint))
+        state = _fetch(offer, None if only is None else set(only))
+        return Restored(state, None, offer.proven, dict(offer.fingerprint))
 
     def close(self) -> None:
         """The shadows may go on."""
