@@ -132,6 +132,8 @@ def main() -> None:
         if kill_at.get(rank) == step + 1:
             if rank != orders.get("slow_rank"):
                 run.flush()
+            while rank == orders.get("slow_rank") and run.durable_step < orders["slow_after"]:
+                time.sleep(0.005)  # no slower than it was told
             die()
     while orders.get("await_folded") and run.stats()["folded_step"] < steps:
         run.flush()
