@@ -34,6 +34,7 @@ from everstep.errors import (
     EverstepError,
     FormatError,
     InexactWarning,
+    LinkError,
     MismatchError,
     NothingToRestoreError,
     ReplayError,
@@ -48,6 +49,7 @@ from everstep.follow import recover
 from everstep.follow.arena import DamagedStateError
 from everstep.follow.attend import ON_LAG, ShadowKeeper
 from everstep.follow.fetch import NUM_STREAMS, find_all
+from everstep.follow.gather import Shadows, ShadowSource, common_step, leave_bases, reaches_all, writes_for
 from everstep.follow.keeper import Keeper
 from everstep.follow.shares import Partition, coupled, share_out
 from everstep.follow.ship import STAGE_BYTES, RemoteShadow
@@ -67,6 +69,8 @@ from everstep.store.retention import Retention
 from everstep.store.runs import Listing, RunPath, WriterLock, describe_writer, read_listing
 
 MODES = ("delta", "shadow")
+_SEEN_STEPS = 4096
+"""So many of the newest steps are told to other ranks."""
 PACE_AFTER = 50
 """Steps after which the measured pace is told."""
 
@@ -194,8 +198,9 @@ class Run:
         cursors.capture_extras(extras)
         self._ranks = Ranks.current()
         self._declared.check(self._ranks.gather("match their layouts", sorted(inventory.matched)))
-        if self._ranks.size > 1 and mode != "delta":
-            raise UsageError(f"mode={mode!r} is for one process; with {self._ranks.size} ranks use mode='delta'")
+        modes = sorted(set(self._ranks.gather("say their mode", mode)))
+        if len(modes) > 1:
+            raise UsageError(f"all ranks must have one mode, not {' and '.join(modes)}")
         self._path = RunPath(run, self._ranks.rank)
         self._stored: set[int] = set()
         """With several ranks: the atoms that this one stores."""
@@ -504,7 +509,7 @@ class Run:
         with contextlib.suppress(NothingToRestoreError):
             line = line_of(listing, check_tail=False)
         return find_all(
-            self._options.shadows, self._path, self._document.run, None if line is None else line.newest,
+            self._options.shadows, self._path, self._document.run, () if line is None else line.generations,
             token=self._token(), tls=self._tls(), num_streams=self._options.shadow_streams,
             at_least=_latest(line) if line is not None and step == "latest" else -1,
             say=lambda text: self._say(f"everstep: {self.path}: {text}") if line is not None else None,
@@ -628,20 +633,32 @@ class Run:
         stored = assign(held)
         self._stored, self._known, self._aliases = stored[ranks.rank], set(full.tensors), aliases_of(held)
         holding = holding_id(held, stored)
-        at: int | None = ranks.first("choose a step", lambda: self._choose_step(step, held))
+        begun = time.perf_counter()
+        asked = ranks.gather("ask shadows", self._standings())
+        seen = ranks.gather("see steps", self._seen_steps()) if any(asked) else []
+        at: int | None
+        at, source = ranks.first("choose a step", lambda: self._choose_step(step, asked, holding, seen))
         restored: list[Restored] = []
         joint: Joint | None = None
-        if at is not None:
+        if at is not None and source != "disk":
+            at, source, joint = self._from_shadows(at, source, step, asked, seen, full, held, restored)
+        if at is not None and source == "disk":
             joint = joint_of(self._path)
             self._say(f"everstep: restoring step {at} of {self.path} …")
-            found, step_found = joint, at
-            ranks.all("restore", lambda: restored.append(self._restore_part(found, step_found, full)))
+            found = Source(joint.find(at), at)
+            ranks.all("restore", lambda: restored.append(self._restore_part(found, full, held)))
+        self._fetch_s = time.perf_counter() - begun
+        from_memory = source == "memory"
+        self._dismiss_later = from_memory and self._mode != "shadow"
         timeline, generation, is_new = ranks.first(
-            "open a generation", lambda: self._agree(joint, at, step, holding)
+            "open a generation", lambda: self._agree(joint, at, step, holding, from_memory=from_memory)
         )
         cursor: dict[str, Any] = {}
+        was = 0
         if at is not None:
-            cursor = self._part_cursor(restored[0], joint, at)
+            assert joint is not None
+            was = (joint.eras[0] if from_memory else joint.find(at)).world_size
+            cursor = self._part_cursor(restored[0], was, at)
             self._apply(restored[0], cursor)
             if at and ranks.size > 1 and not self._resized_from:
                 for said in buckets.warm(self._models, cursor.get("buckets", {})):
@@ -652,10 +669,11 @@ class Run:
 
         def start() -> None:
             self._path.make_part(timeline)
+            self._path.remove_after(timeline, at or 0)
             if ranks.rank:
                 self._path.clean(timeline)
                 self._path.write_layout(timeline, self._inventory().layout)
-            self._start("", timeline, generation, at or 0)
+            self._start(shared.shared_folder(self._document.run, self.path), timeline, generation, at or 0)
 
         if at is None:
             ranks.first("compare their parameters", partial(check_replicas, held, ranks.gather("hash", hashes_of(full))))
@@ -667,37 +685,113 @@ class Run:
         self._saved_position, self._resume_cursor = cursor["data"], cursor
         self._restored = restored[0]
         self._proven = restored[0].proven
-        self._source = "disk"
+        self._source = "shadow" if from_memory else "disk"
         self._last_cursor = {**cursor, "rng": rng.capture()}
-        if is_new or _computes_differently(restored[0].fingerprint):
+        if ranks.rank == 0:
+            for rank in range(ranks.size, was):  # nobody goes on with these
+                recover.dismiss(self._path.part(rank), self._document.run, generation, wait_s=0.0)
+        if is_new or self._dismiss_later or _computes_differently(restored[0].fingerprint):
             self._take_base()
         else:
             self._base_ready = True
             self._durable = at
-        assert joint is not None
-        was = joint.find(at).world_size
         self._say(
             f"everstep: resumed {self.path} at step {at} on {ranks.size} rank{'s' if ranks.size > 1 else ''}"
+            f"{' from the memory of all ranks’ shadows' if from_memory else ''}"
             f"{f' (written by {was}: random numbers begin anew)' if was != ranks.size else ''}"
             f"{f', new timeline {timeline}' if is_new else ''}"
         )
         return at
 
-    def _choose_step(self, step: Step, held: list[list[Holding]]) -> int | None:
-        """By one process: the step to restore; None for a new run. Nothing is written."""
+    def _shadows(self) -> Shadows:
+        """Those of all ranks."""
+        options = self._options
+        return Shadows(
+            self._path, self._document.run, options.shadows, self._token(), self._tls(), options.shadow_streams
+        )
+
+    def _standings(self) -> list[int | str]:
+        """What the shadows of all ranks tell this process; nothing if the run was not written with shadows."""
+        try:
+            line = line_of(read_listing(self._path.part(0)), check_tail=False)
+        except (NothingToRestoreError, CorruptionError):
+            return []
+        return self._shadows().standings(line.generations) if line.newest.log == "memory" else []
+
+    def _from_shadows(
+        self, at: int, source: str, step: Step, asked: list[list[int | str]], seen: list[list[int]], full: Inventory,
+        held: list[list[Holding]], restored: list[Restored],
+    ) -> tuple[int | None, str, Joint]:  # fmt: skip
+        """All ranks: what their shadows hold, or bases of that. If that fails, the step to be had from disk."""
+        ranks = self._ranks
+        joint = joint_of(self._path)
+        self._say(f"everstep: taking step {at} of {self.path} from the memory of all ranks' shadows …")
+
+        def take() -> str:
+            try:
+                if source == "memory":
+                    with contextlib.closing(ShadowSource(joint.eras[0], at, self._shadows())) as found:
+                        restored.append(self._restore_part(found, full, held))
+                else:
+                    newest = joint.eras[0].newest
+                    leave_bases(self._shadows(), newest, at, writes_for(asked, ranks.rank))
+            except (LinkError, CorruptionError, StorageError) as e:
+                return f"{type(e).__name__}: {e}"
+            return ""
+
+        failed = [said for said in ranks.all("take from shadows", take) if said]
+        if not failed:
+            return at, source if source == "memory" else "disk", joint
+        restored.clear()
+        self._say_not_taken(failed[0])
+        at_disk: int | None
+        at_disk, source = ranks.first("choose a step on disk", lambda: self._choose_step(step, [], "", seen))
+        return at_disk, source, joint
+
+    def _say_not_taken(self, why: str) -> None:
+        self._say(f"everstep: {self.path}: nothing is taken from shadows: {why}; the shadows of all ranks are needed")
+
+    def _seen_steps(self) -> list[int]:
+        """The newest steps that this process could restore. Of a log in hosts' memory, others may see other parts."""
+        with contextlib.suppress(EverstepError):
+            return joint_of(self._path).steps()[-_SEEN_STEPS:]
+        return []
+
+    def _choose_step(
+        self, step: Step, asked: list[list[int | str]], holding: str, seen: list[list[int]]
+    ) -> tuple[int | None, str]:
+        """By one process: the step to restore (None for a new run), and from where: "disk"; the "memory" of all ranks'
+        shadows; or "bases" that these shadows' states must be written as first. Nothing is written."""
         if step != "latest" and (not isinstance(step, int) or isinstance(step, bool) or step < 0):
             raise UsageError(f"step must be 'latest' or a number from 0 on, not {step!r}")
         try:
             joint = joint_of(self._path)
             line = joint.eras[0].lines[0]
             latest = step == "latest" or self._forked_already(joint.listing, line, step)
+            in_memory, why = common_step(asked) if asked and all(asked) else (-1, "")
+            if in_memory >= 0 and (in_memory == step or (latest and in_memory >= _latest(joint))):
+                newest = joint.eras[0].newest
+                same = newest.holding == holding and newest.world_size == self._ranks.size
+                return in_memory, "memory" if same and reaches_all(asked) else "bases"
+            if why:
+                self._say_not_taken(why)
+            elif in_memory >= 0:
+                self._say(f"everstep: {self.path}: the shadows hold step {in_memory}; taking the state from disk")
             at = joint.latest() if latest else step
+            common = set.intersection(*map(set, seen)) if seen else {at}
+            if latest and at not in common and common:
+                at = max(common)
         except NothingToRestoreError:
             if step in ("latest", 0):
-                return None
+                return None, "disk"
             raise StepNotFoundError(f"step {step} cannot be restored: {self.path} has no steps yet") from None
         assert isinstance(at, int)
-        source = Source(joint.find(at), at)
+        joint.find(at)
+        return at, "disk"
+
+    def _restore_part(self, source: Source, full: Inventory, held: list[list[Holding]]) -> Restored:
+        """This rank's boxes of a step."""
+        at = source.step
         here = {h.uid for mine in held for h in mine}
         missing = [
             a.label()
@@ -710,11 +804,6 @@ class Run:
                 f"{', '.join(missing[:10])}. Build the same model as the run was written with; where pipeline stages name "
                 "their parameters differently, give attach(rename=...)"
             )
-        return at
-
-    def _restore_part(self, joint: Joint, at: int, full: Inventory) -> Restored:
-        """This rank's boxes of S(at)."""
-        source = Source(joint.find(at), at)
         updated = {uid for groups in full.groups.values() for group in groups for uid in group}
         restored = fetch(
             source, full.layout.by_uid(), rank=self._ranks.rank, world_size=self._ranks.size, live=self._optimizers,
@@ -738,7 +827,9 @@ class Run:
             )
         return restored
 
-    def _agree(self, joint: Joint | None, at: int | None, asked: Step, holding: str) -> list[Any]:
+    def _agree(
+        self, joint: Joint | None, at: int | None, asked: Step, holding: str, *, from_memory: bool
+    ) -> list[Any]:
         """By one process: where this generation writes. [timeline, generation, whether it needs bases first]"""
         listing = joint.listing if joint is not None else read_listing(self._path)
         self._path.require(RANKS)
@@ -753,9 +844,9 @@ class Run:
             return [timeline, generation, True]
         newest = joint.eras[0].newest
         same = newest.holding == holding and newest.world_size == self._ranks.size
-        fork = at != joint.latest() or not same
+        fork = not same or (at < _latest(joint) if from_memory else at != joint.latest())
         timeline = joint.eras[0].lines[0].timelines[0]
-        source = joint.find(at)
+        source = joint.eras[0] if from_memory else joint.find(at)
         if fork:
             timeline = max(listing.timelines) + 1
             self._path.create_timeline(
@@ -767,11 +858,9 @@ class Run:
         self._open_generation(timeline, generation, parent, at, asked_step, holding)
         return [timeline, generation, fork or source is not joint.eras[0]]
 
-    def _part_cursor(self, restored: Restored, joint: Joint | None, at: int) -> dict[str, Any]:
+    def _part_cursor(self, restored: Restored, was: int, at: int) -> dict[str, Any]:
         """The cursor for this rank: its own where the number of ranks is the same."""
         cursor = cursors.decode(restored.state.cursor)
-        assert joint is not None
-        was = joint.find(at).world_size
         if was == self._ranks.size:
             return cursor
         self._resized_from = was
@@ -886,7 +975,7 @@ class Run:
                 self._path, timeline, generation, step, options.retention, options.base_interval,
                 follower=options.follower, optimizers=self._optimizers, say=self._say, world_size=self._ranks.size,
             )  # fmt: skip
-            if not self._dismiss_later and self._ranks.size == 1:
+            if not self._dismiss_later:
                 recover.dismiss(self._path, self._document.run, generation)
             return
         settings: dict[str, Any] = {
@@ -909,7 +998,7 @@ class Run:
             )
             for index, address in enumerate(shadows)
         ]  # fmt: skip
-        keeper = self._keeper = ShadowKeeper(*where, **settings, elsewhere=elsewhere)
+        keeper = self._keeper = ShadowKeeper(*where, **settings, elsewhere=elsewhere, ranks=self._ranks)
         self._capture.offload.on_part = keeper.part_written
 
     # -- data ---------------------------------------------------------------------------------------------------------
@@ -1182,7 +1271,7 @@ def _note_on(optimizer: Optimizer) -> str:
     return ""
 
 
-def _latest(line: Line) -> int:
+def _latest(line: Line | Joint) -> int:
     """The newest step in files; damage there does not matter where a shadow has the state."""
     try:
         return line.latest()

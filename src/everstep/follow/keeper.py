@@ -263,7 +263,7 @@ class Keeper:
         self._retained = self.base_step
         bases, segments = stored(self._path, self._timeline)
         if self._world_size > 1:
-            complete = complete_step(self._path, self._timeline, self._generation, self._world_size)
+            complete = self._complete()
             bases = [b for b in bases if b.step <= complete]  # what the others lack could still be asked of this rank
         removal = retention.plan_removal(self._policy, bases, segments, self._durable)
         if not removal.num_bytes:
@@ -275,6 +275,10 @@ class Keeper:
                 self._path.write_kept(self._timeline, KeptDocument(removal.horizon, gaps))
         retention.execute(removal)
         self._removed_bytes += removal.num_bytes
+
+    def _complete(self) -> int:
+        """A step that every rank has, or can make."""
+        return complete_step(self._path, self._timeline, self._generation, self._world_size)
 
     def _compare_ranks(self) -> None:
         """Whether the ranks' copies of parameters are still equal, as far as their logs tell."""
@@ -323,6 +327,12 @@ def complete_step(path: RunPath, timeline: int, generation: int, world_size: int
         last = segment.frames[-1].step if segment.frames else first - 1
         found.append(segment.durable_step if segment.durable_step >= 0 else last)
     return min(found)
+
+
+def common_base(path: RunPath, timeline: int, world_size: int) -> int:
+    """The newest step of which every rank has a base; -1 if there is none."""
+    steps = [{b.step for b in stored(path.part(rank), timeline)[0]} for rank in range(world_size)]
+    return max(set.intersection(*steps), default=-1)
 
 
 def _newest_base(path: RunPath, timeline: int) -> int:

@@ -80,6 +80,12 @@ class Line:
         """Timelines of the line, newest first."""
         return list(dict.fromkeys(s.timeline for s in self.spans))
 
+    @property
+    def generations(self) -> list[GenerationDocument]:
+        """Those of the line, newest first."""
+        known = self.listing.generations()
+        return [known[s.generation] for s in self.spans]
+
     def steps(self) -> list[int]:
         """Every restorable step, in order."""
         found: set[int] = set(self.bases)

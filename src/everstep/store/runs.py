@@ -161,6 +161,10 @@ class RunPath:
         name = f"{document.generation:06d}.json"
         files.write_whole(os.path.join(self.generations(document.timeline), name), documents.encode(document))
 
+    def read_generation(self, timeline: int, generation: int) -> GenerationDocument:
+        path = os.path.join(self.generations(timeline), f"{generation:06d}.json")
+        return documents.decode(files.read_whole(path), GenerationDocument, path)
+
     def write_layout(self, timeline: int, layout: Layout) -> None:
         """Durable on return."""
         files.write_whole(os.path.join(self.layouts(timeline), f"{layout.id}.json"), documents.encode(layout))
@@ -207,6 +211,13 @@ class RunPath:
             for name in files.listing(folder):
                 if name.endswith(".tmp"):
                     files.remove(os.path.join(folder, name))
+
+    def remove_after(self, timeline: int, step: int) -> None:
+        """Remove this rank's bases of later steps: a generation has just begun at this one, and they count no more. Nor
+        must they look like those that it will write."""
+        for name in files.listing(self.bases(timeline)):
+            if name.isdigit() and int(name) > step:
+                bases.remove_base(os.path.join(self.bases(timeline), name))
 
     def read_layout(self, layout_id: str, timelines: list[int]) -> Layout:
         """A layout by its id, wherever it was written."""
