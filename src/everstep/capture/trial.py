@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from everstep import sharding, tree
+from everstep import rng, sharding, tree
 from everstep.atoms import Layout, OptimizerSpec
 from everstep.capture.pending import PendingUpdate
 from everstep.fold import Folder, OptimizerState, State, class_name
@@ -69,6 +69,7 @@ class Trial:
             0, Layout((), (spec,), ()), self._before,
             {self._name: OptimizerState(spec, list(self._hyper), list(self._groups), self._state)},
         )  # fmt: skip
+        generators = rng.to_plain(rng.capture())  # a replay that draws numbers must take none from training
         try:
             Folder(
                 find_layout=lambda _: state.layout, live={self._name: self._optimizer},
@@ -76,6 +77,8 @@ class Trial:
             ).fold(state, [_MemoryFrame(update)])  # fmt: skip
         except Exception as e:  # any failure of a user's class means the same: it cannot be replayed
             return f"replaying it fails ({type(e).__name__}: {e})"
+        finally:
+            rng.install(generators)
         return self._compare(state)
 
     def _compare(self, state: State) -> str:
