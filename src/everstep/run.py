@@ -183,9 +183,6 @@ class Run:
     ) -> None:
         self._models = named(model, nn.Module, "model")
         self._optimizers = named(optimizer, Optimizer, "optimizer")
-        both = set(self._models) & set(self._optimizers)
-        if both:
-            raise UsageError(f"a model and an optimizer have the same name: {', '.join(sorted(both))}")
         self._extras = extras
         self._options = options
         self._mode = mode
