@@ -68,13 +68,14 @@ def test_resume_works_once(tmp_path: Any) -> None:
             run.resume()
 
 
-def test_a_closed_run_is_of_no_use(tmp_path: Any) -> None:
+def test_a_closed_run_tells_where_it_ended_and_is_of_no_other_use(tmp_path: Any) -> None:
     model, optimizer = build()
     run = everstep.attach(model, optimizer, tmp_path / "run", quiet=True)
     run.resume()
     run.close()
     run.close()
-    for call in (run.resume, run.commit, run.flush, lambda: run.step, run.stats):
+    assert run.step == run.durable_step == run.stats()["step"] == 0
+    for call in (run.resume, run.commit, run.flush):
         with pytest.raises(UsageError, match="closed"):
             call()
 
@@ -508,7 +509,7 @@ def test_real_schedulers_come_back(tmp_path: Any) -> None:
     [
         {"mode": "fast"}, {"durability": "maybe"}, {"on_error": "ignore"}, {"audit": "none"}, {"max_inflight_steps": 0},
         {"base_interval": 0}, {"unknown": 1}, {"retention": {"bases": 0}}, {"retention": {"max_bytes": -1}},
-        {"extras": {"x": 3}}, {"extras": {1: None}},
+        {"retention": {"steps": 3}}, {"retention": 3}, {"extras": {"x": 3}}, {"extras": {1: None}}, {"extras": [3]},
     ],
     ids=str,
 )  # fmt: skip
@@ -523,13 +524,23 @@ def test_wrong_options_are_refused_before_anything_is_written(options: Any, tmp_
     "objects",
     [
         lambda m, o: (o, m), lambda m, o: (m, None), lambda m, o: ({}, o), lambda m, o: (m, {}),
-        lambda m, o: ({"a": m}, {"a": o}), lambda m, o: ({1: m}, o), lambda m, o: (m, [o]),
+        lambda m, o: ({1: m}, o), lambda m, o: (m, [o]),
     ],
 )  # fmt: skip
 def test_wrong_objects_are_refused_before_anything_is_written(objects: Any, tmp_path: Any) -> None:
     with pytest.raises(EverstepError):
         everstep.attach(*objects(*build()), tmp_path / "run", quiet=True)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("path", [None, 3, b"run", "s3://bucket/run"])
+def test_what_is_no_path_of_a_folder_is_refused(path: Any, tmp_path: Any, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match="path of a folder"):
+        everstep.attach(*build(), path, quiet=True)
+    with pytest.raises(UsageError, match="path of a folder"):
+        everstep.open(path)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("model", [nn.LazyLinear(3), nn.Linear(2, 2, device="meta")], ids=["lazy", "meta"])

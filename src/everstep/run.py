@@ -142,11 +142,15 @@ class Options:
         if not 1 <= self.shadow_streams <= 64:
             raise UsageError(f"shadow_streams must be from 1 to 64, not {self.shadow_streams}")
         if isinstance(self.retention, dict):
+            unknown = [name for name in self.retention if name not in Retention.__dataclass_fields__]
+            if unknown:
+                raise UsageError(f"retention has no {unknown[0]!r}; it has {', '.join(Retention.__dataclass_fields__)}")
             object.__setattr__(self, "retention", Retention(**self.retention))
+        if not isinstance(self.retention, Retention):
+            raise UsageError(f"retention must be an everstep.Retention, not {self.retention!r}")
         for name in ("batch_steps", "max_inflight_steps", "max_inflight_bytes", "base_interval", "segment_bytes"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} must be at least 1, not {getattr(self, name)}")
-
 
     @property
     def shadows(self) -> list[str]:
@@ -291,8 +295,8 @@ class Run:
 
     @property
     def step(self) -> int:
-        """Committed steps so far. UsageError before resume()."""
-        return self._live().step
+        """Committed steps so far. UsageError before resume(); after close() the last one."""
+        return self._resumed_capture().step
 
     @property
     def epoch(self) -> int:
@@ -369,8 +373,8 @@ class Run:
         self._look_at_errors(capture)
 
     def stats(self) -> dict[str, Any]:
-        """Numbers about this run since it was attached."""
-        capture = self._live()
+        """Numbers about this run since it was attached; after close() the last ones."""
+        capture = self._resumed_capture()
         steps, num_bytes = capture.offload.inflight()
         log = self._log
         return {
@@ -1127,6 +1131,9 @@ class Run:
             raise UsageError("this Run is closed")
         if os.getpid() != self._pid:
             raise UsageError("this Run belongs to the parent process: attach in the process that trains")
+        return self._resumed_capture()
+
+    def _resumed_capture(self) -> Capture:
         if self._capture is None:
             raise UsageError("call run.resume() first, or iterate over run.steps(loader)")
         return self._capture
