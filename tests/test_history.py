@@ -94,6 +94,15 @@ def test_resuming_the_latest_step_by_number_opens_no_timeline(tmp_path: Any) -> 
     assert everstep.open(tmp_path / "run").steps == list(range(8))
 
 
+def test_a_fork_from_before_the_step_that_its_parent_began_at_stands_for_itself(tmp_path: Any) -> None:
+    train(tmp_path / "run", 6)
+    train(tmp_path / "run", 0)  # begins at step 6
+    train(tmp_path / "run", 2, at=3)
+    again = train(tmp_path / "run", 1)
+    assert min(again.states) == 5 and everstep.open(tmp_path / "run").steps == [0, 1, 2, 3, 4, 5, 6]
+    assert everstep.open(tmp_path / "run").verify(deep=True).ok
+
+
 def test_resuming_step_zero_begins_again(tmp_path: Any) -> None:
     first = train(tmp_path / "run", 4).states
     second = train(tmp_path / "run", 2, at=0, seed=5).states

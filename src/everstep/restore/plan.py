@@ -291,7 +291,7 @@ def _add_limits(line: Line, span: Span, before: Span | None) -> None:
     if begins:
         line.horizon = max(line.horizon, span.low)
     if span.low and not begins and not (before is not None and before.in_memory):
-        line.durable_step = max(line.durable_step, span.low)
+        line.durable_step = max(line.durable_step, span.low if span.high is None else min(span.low, span.high))
 
 
 def _add_problems(line: Line, span: Span) -> None:
