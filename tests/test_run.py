@@ -387,6 +387,24 @@ def test_steps_resumes_by_itself_and_commits_every_turn(tmp_path: Any) -> None:
     check_history(tmp_path / "run", truth)
 
 
+@pytest.mark.parametrize("where", ["before the update", "after the update"])
+def test_a_pass_that_was_left_by_break_goes_on_after_the_run_was_closed(where: str, tmp_path: Any) -> None:
+    seen: list[int] = []
+    for stop in (3, 5, 100):
+        model, optimizer = build()
+        with everstep.attach(model, optimizer, tmp_path / "run", quiet=True, follower=False) as run:
+            for batch in run.steps(range(8)):
+                if where == "before the update" and run.step == stop:
+                    break
+                seen.append(batch)
+                model(torch.randn(3, 4)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if where == "after the update" and run.step + 1 == stop:
+                    break
+    assert seen == list(range(8)) and run.step == 8
+
+
 def test_a_loop_over_epochs_with_a_scheduler_per_epoch_comes_back(tmp_path: Any) -> None:
     def objects() -> tuple[Any, ...]:
         model, optimizer = build()

@@ -414,8 +414,7 @@ class Run:
             return
         try:
             if self._capture is not None:
-                self._settle_pass()
-                self.commit()
+                self.commit()  # a pass that was left early goes on from there: only another one ends it
         finally:
             self._close(finish=True)
 
@@ -950,7 +949,7 @@ class Run:
         self._live().forget_changes()
 
     def _settle_pass(self) -> None:
-        """Commit what was done after the last batch of a pass that was left early."""
+        """Another pass begins: commit what was done after the last batch of one that was left early, which ends it."""
         if self._pass is not None:
             self._pass = None
             if self._live().pending():
