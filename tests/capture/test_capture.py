@@ -472,3 +472,26 @@ def test_an_optimizer_that_draws_random_numbers_draws_the_same_with_everstep(tmp
     alone = go(False)
     with pytest.warns(InexactWarning, match="Noisy"):
         assert all(map(torch.equal, alone, go(True)))
+
+
+def test_a_counter_outside_of_an_optimizers_state_is_named(tmp_path: Any) -> None:
+    class Counting(torch.optim.SGD):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self.num_updates = 0
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            super().step()
+            self.num_updates += 1
+
+    def build() -> Built:
+        model = mlp()
+        return model, Counting(model.parameters(), lr=0.1)
+
+    def body(t: int, model: Any, optimizer: Any) -> None:
+        loss_of(model).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with pytest.warns(InexactWarning, match="num_updates.*not stored"):
+        train(tmp_path / "run", build, body)

@@ -53,6 +53,7 @@ class Trial:
     ) -> None:
         self._name, self._optimizer, self._uids, self._groups = name, optimizer, uids, groups
         self._params = params
+        self._numbers = _numbers_of(optimizer)
         self._hyper = [tree.pack({k: v for k, v in g.items() if k != "params"}, path=name) for g in optimizer.param_groups]
         self._before = {u: _copy(sharding.local(p)) for u, p in zip(uids, params, strict=True)}
         self._state: dict[int, Any] = {}
@@ -81,6 +82,10 @@ class Trial:
             rng.install(generators)
         return self._compare(state)
 
+    def unkept(self) -> list[str]:
+        """Attributes that the update counted up: what an optimizer keeps in neither state nor groups is not stored."""
+        return [name for name, value in _numbers_of(self._optimizer).items() if self._numbers.get(name, value) != value]
+
     def _compare(self, state: State) -> str:
         folded = state.optimizers[self._name].state
         for uid, p in zip(self._uids, self._params, strict=True):
@@ -93,6 +98,10 @@ class Trial:
             if live is not None and mine is not None and not _same_state(live, mine):
                 return "the replayed state differs"
         return ""
+
+
+def _numbers_of(optimizer: Optimizer) -> dict[str, int | float]:
+    return {name: value for name, value in vars(optimizer).items() if type(value) in (int, float)}
 
 
 def _copy(p: torch.Tensor) -> torch.Tensor:
