@@ -146,11 +146,15 @@ class Options:
         if not 1 <= self.shadow_streams <= 64:
             raise UsageError(f"shadow_streams must be from 1 to 64, not {self.shadow_streams}")
         if isinstance(self.retention, dict):
+            unknown = [name for name in self.retention if name not in Retention.__dataclass_fields__]
+            if unknown:
+                raise UsageError(f"retention has no {unknown[0]!r}; it has {', '.join(Retention.__dataclass_fields__)}")
             object.__setattr__(self, "retention", Retention(**self.retention))
+        if not isinstance(self.retention, Retention):
+            raise UsageError(f"retention must be an everstep.Retention, not {self.retention!r}")
         for name in ("batch_steps", "max_inflight_steps", "max_inflight_bytes", "base_interval", "segment_bytes"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} must be at least 1, not {getattr(self, name)}")
-
 
     @property
     def shadows(self) -> list[str]:
@@ -187,9 +191,6 @@ class Run:
     ) -> None:
         self._models = named(model, nn.Module, "model")
         self._optimizers = named(optimizer, Optimizer, "optimizer")
-        both = set(self._models) & set(self._optimizers)
-        if both:
-            raise UsageError(f"a model and an optimizer have the same name: {', '.join(sorted(both))}")
         self._extras = extras
         self._options = options
         self._mode = mode
@@ -299,8 +300,8 @@ class Run:
 
     @property
     def step(self) -> int:
-        """Committed steps so far. UsageError before resume()."""
-        return self._live().step
+        """Committed steps so far. UsageError before resume(); after close() the last one."""
+        return self._resumed_capture().step
 
     @property
     def epoch(self) -> int:
@@ -377,8 +378,8 @@ class Run:
         self._look_at_errors(capture)
 
     def stats(self) -> dict[str, Any]:
-        """Numbers about this run since it was attached."""
-        capture = self._live()
+        """Numbers about this run since it was attached; after close() the last ones."""
+        capture = self._resumed_capture()
         steps, num_bytes = capture.offload.inflight()
         log = self._log
         return {
@@ -418,8 +419,7 @@ class Run:
             return
         try:
             if self._capture is not None:
-                self._settle_pass()
-                self.commit()
+                self.commit()  # a pass that was left early goes on from there: only another one ends it
         finally:
             self._close(finish=True)
 
@@ -1038,7 +1038,7 @@ class Run:
         self._live().forget_changes()
 
     def _settle_pass(self) -> None:
-        """Commit what was done after the last batch of a pass that was left early."""
+        """Another pass begins: commit what was done after the last batch of one that was left early, which ends it."""
         if self._pass is not None:
             self._pass = None
             if self._live().pending():
@@ -1219,6 +1219,9 @@ class Run:
             raise UsageError("this Run is closed")
         if os.getpid() != self._pid:
             raise UsageError("this Run belongs to the parent process: attach in the process that trains")
+        return self._resumed_capture()
+
+    def _resumed_capture(self) -> Capture:
         if self._capture is None:
             raise UsageError("call run.resume() first, or iterate over run.steps(loader)")
         return self._capture

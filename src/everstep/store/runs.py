@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import xxhash
 
 from everstep.atoms import Layout
-from everstep.errors import CorruptionError, FormatError, NotARunError, RunBusyError
+from everstep.errors import CorruptionError, FormatError, NotARunError, RunBusyError, UsageError
 from everstep.format import documents
 from everstep.format.documents import (
     FORMAT_MAJOR,
@@ -44,6 +44,8 @@ class RunPath:
 
     def __init__(self, path: str | os.PathLike[str], rank: int = 0) -> None:
         """`rank`: whose part of it. Documents are the run's; log, bases, retention and lock are a rank's own."""
+        if not isinstance(path, (str, os.PathLike)) or "://" in os.fspath(path):
+            raise UsageError(f"a run is at the path of a folder on a mounted file system, not at {path!r}")
         self.path = os.path.abspath(os.fspath(path))
         self.rank = rank
 
