@@ -37,7 +37,7 @@ class Training:
             self.averages.base(*self.train(5, setting.batch_steps, self.base_stall_s), made)
 
     def measured(self, rate=1 / 3600) -> Measured:
-        return self.averages.measured(failure_rate=rate, host_share=0.1, memory_bytes=1e9, segment_bytes=0)
+        return self.averages.measured(failure_rate=rate, memory_bytes=1e9, segment_bytes=0, copy_bytes_s=1e9)
 
 
 def test_averages_find_what_steps_and_bases_cost():

@@ -113,6 +113,11 @@ class Offload:
         self._handed_steps += 1
         self._jobs.put(pending)
 
+    def set_batch(self, steps: int) -> None:
+        """From now on so many steps a sync, if `durability` is "batch". Any thread."""
+        if self._durability == "batch":
+            self._batch_steps = steps
+
     def dispose(self, tensors: list[Any]) -> None:
         """Drop references in the writer thread: freeing large memory takes time."""
         self._jobs.put(_Trash(tensors))

@@ -89,9 +89,11 @@ class Averages:
         """Whether enough was seen for an opinion."""
         return min(self.count("step_s"), self.count("base_stall_s"), self.count("fold_s")) >= 2
 
-    def measured(self, *, failure_rate: float, host_share: float, memory_bytes: float, segment_bytes: float) -> Measured:
+    def measured(
+        self, *, failure_rate: float, memory_bytes: float, segment_bytes: float, copy_bytes_s: float
+    ) -> Measured:
         """What the model wants to know. Reading and replaying are taken to be as quick as writing and the follower's folding
-        are, until a recovery has shown by what factor they are not."""
+        are, until a recovery has shown by what factor they are not; a shadow's state is had at `copy_bytes_s`."""
         stall_s, write_s = self.get("stall_s"), max(self.get("write_s"), 1e-9)
         step_s = max(self.get("step_s") - stall_s, 1e-6)
         # A writer that cannot keep up is the model's own business; only stalls beyond that are a sync's.
@@ -101,8 +103,9 @@ class Averages:
             step_s=step_s, state_bytes=self.get("state_bytes"), codecs=(Codec(name="auto", frame_bytes=frame_bytes),),
             disk_bytes_s=max(frame_bytes, 1.0) / write_s, sync_s=self.get("sync_s"), base_s=self.get("base_s"),
             load_s=recovery * self.get("base_s"), replay_s=recovery * self.get("fold_s"), fold_s=self.get("fold_s"),
+            fetch_s=self.get("state_bytes") / copy_bytes_s, ship_bytes_s=copy_bytes_s,
             batch_stall_s=max(stall_s - waiting_s, 0.0), base_stall_s=max(self.get("base_stall_s"), 0.0),
-            failure_rate=failure_rate, host_share=host_share, memory_bytes=memory_bytes, segment_bytes=segment_bytes,
+            failure_rate=failure_rate, memory_bytes=memory_bytes, segment_bytes=segment_bytes,
         )  # fmt: skip
 
 

@@ -27,6 +27,11 @@ class Verdict:
     """Its setting is in force from here on."""
 
 
+def is_worth(then: float, now: float) -> bool:
+    """Whether another goodput is so much better that a change pays."""
+    return then - now > max(MARGIN * (1 - now), WORTH)
+
+
 class Tuner:
     """Holds the setting in force. Pure but for what it remembers; one thread."""
 
@@ -45,13 +50,13 @@ class Tuner:
         best = choose(measured, self._limits, modes=self._modes, bases=self._bases, max_batch=self._max_batch)
         wanted = self._towards(best.setting)
         now, then = cost_of(measured, self.setting), cost_of(measured, wanted)
-        saved, wasted = then.goodput - now.goodput, 1 - now.goodput
+        saved = then.goodput - now.goodput
         at_odds = self._breaks(measured, self.setting) > self._breaks(measured, wanted)
         if wanted == self.setting:
             why = f"as before: {best.reason}"
         elif at_odds:
             why = f"limits would not be kept otherwise: {best.reason}"
-        elif saved > MARGIN * wasted and saved > WORTH:
+        elif is_worth(then.goodput, now.goodput):
             why = f"saves {saved:.2%} of all time: {best.reason}"
         else:
             why = f"as before: {describe(wanted)} would save only {max(saved, 0.0):.3%} of all time"
