@@ -67,7 +67,7 @@ from everstep.store.log import DiskPlace, LogWriter
 from everstep.store.retention import Retention
 from everstep.store.runs import Listing, RunPath, WriterLock, describe_writer, read_listing
 from everstep.tune.averages import Counters
-from everstep.tune.choose import MAX_BATCH, Decision
+from everstep.tune.choice import MAX_BATCH, Decision
 from everstep.tune.model import Limits, Setting
 
 MODES = ("delta", "shadow", "auto")

@@ -8,7 +8,7 @@ import pytest
 
 from everstep.errors import UsageError
 from everstep.tune import references
-from everstep.tune.choose import MAX_INTERVAL, choose
+from everstep.tune.choice import MAX_INTERVAL, choose
 from everstep.tune.model import MODES, Codec, Limits, Measured, Setting, cost_of
 from everstep.tune.simulate import simulate
 

@@ -15,7 +15,7 @@ from everstep.errors import CorruptionError
 from everstep.format.documents import TuningDocument
 from everstep.store.runs import RunPath
 from everstep.tune.averages import Averages, BaseMade, Counters, estimated_rate
-from everstep.tune.choose import Decision, choose
+from everstep.tune.choice import Decision, choose
 from everstep.tune.model import Limits, Measured, Setting
 from everstep.tune.tuner import Tuner, Verdict, is_worth
 
@@ -115,11 +115,11 @@ class Tuned:
         }
 
     def _keep(self, verdict: Verdict) -> None:
-        told = describe_decision(verdict.decision)
         last = self._document.decisions[-1] if self._document.decisions else None
         new = {
             "generation": self._document.generation, "step": verdict.step, "changed": verdict.changed,
-            "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"), **told,
+            "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            **verdict.decision.as_dict(),
         }  # fmt: skip
         if last is not None and not verdict.changed and not last["changed"]:
             self._document.decisions = (*self._document.decisions[:-1], new)  # of staying as it is, the newest reason
@@ -160,12 +160,3 @@ def choose_mode(path: RunPath, ground: Ground, bases: int) -> Decision | None:
     stay, best = (choose(measured, ground.limits, modes=modes, bases=bases) for modes in ((last.mode,), ("delta", "shadow")))
     worth = is_worth(best.cost.goodput, stay.cost.goodput) or len(best.broken) < len(stay.broken)
     return best if worth else stay
-
-
-def describe_decision(decision: Decision) -> dict[str, Any]:
-    """As a plain dict."""
-    cost = asdict(decision.cost)
-    cost.pop("keeps_up")  # may be infinite, which JSON cannot say
-    return {
-        "setting": asdict(decision.setting), "expected": cost, "reason": decision.reason, "broken": list(decision.broken)
-    }  # fmt: skip

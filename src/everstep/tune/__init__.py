@@ -5,3 +5,9 @@
     what a plan assumes ───> planning ─┘                        │
                                                  simulate, references: what the model is compared with
 """
+
+from everstep.tune.choice import Decision, choose
+from everstep.tune.model import Codec, Cost, Limits, Measured, Setting, cost_of
+from everstep.tune.planning import Assumed, Plan, plan
+
+__all__ = ["Assumed", "Codec", "Cost", "Decision", "Limits", "Measured", "Plan", "Setting", "choose", "cost_of", "plan"]

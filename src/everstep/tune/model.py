@@ -122,7 +122,7 @@ class Limits:
     """Part of the training time that saving may cost, such as 0.01."""
     max_recovery_s: float | None = None
     """From asking for the state to having it, at the worst moment."""
-    max_bytes: int | None = None
+    max_bytes: float | None = None
     """In the run's folder, at the worst moment."""
 
     def __post_init__(self) -> None:
@@ -214,12 +214,8 @@ def _shadow(m: Measured, codec: Codec, interval: Number, bases: int) -> Cost:
     waiting = max(ship_s - m.step_s, m.fold_s - m.step_s, 0.0) / m.step_s
     overhead = m.base_stall_s / (interval * m.step_s) + waiting
     step_s = m.step_s * (1 + overhead)
-    process = (1.0 - m.host_share, step_s, ship_s, m.fetch_s)
-    if m.elsewhere:
-        host = (m.host_share, step_s, ship_s, m.fetch_s)
-    else:  # frames since the last base are gone with the host
-        host = (m.host_share, interval * step_s, m.base_s, m.load_s)
-    kinds = [process, host]
+    gone = shadow_loss(m)
+    kinds = [(1.0 - gone, step_s, ship_s, m.fetch_s), (gone, interval * step_s, m.base_s, m.load_s)]
     return Cost(
         overhead=overhead,
         lost_s=sum(share * (between / 2 + stored) for share, between, stored, _ in kinds),
@@ -230,6 +226,12 @@ def _shadow(m: Measured, codec: Codec, interval: Number, bases: int) -> Cost:
         goodput=_goodput(m, overhead, kinds),
         keeps_up=_keeps_up(m, step_s, interval),
     )
+
+
+def shadow_loss(m: Measured) -> float:
+    """Part of the failures that take the shadow too, with all frames since its last base: those of its host; if that is
+    another one, those of both hosts at once, as if they failed independently."""
+    return m.host_share**2 if m.elsewhere else m.host_share
 
 
 def _snapshot(m: Measured, interval: Number, bases: int) -> Cost:

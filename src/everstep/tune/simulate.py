@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from everstep.tune.model import MAX_LAG, Measured, Setting
+from everstep.tune.model import MAX_LAG, Measured, Setting, shadow_loss
 
 Array = npt.NDArray[np.float64]
 
@@ -50,11 +50,8 @@ class _Mechanics:
     restart_s: Array
     mean_s: Array
     """Between failures."""
-    host_share: Array
-    base_only: Array
-    """1: on loss of the host only bases are left."""
-    always_base_only: Array
-    """1: there is nothing but bases."""
+    only_bases: Array
+    """Part of the failures that leave nothing but bases."""
 
 
 def simulate(cases: Sequence[tuple[Measured, Setting]], num_failures: int, seed: int) -> Outcome:
@@ -79,7 +76,7 @@ def simulate(cases: Sequence[tuple[Measured, Setting]], num_failures: int, seed:
         stored = np.floor(_steps_in(m, step, base, np.maximum(up_s - m.written_s, 0.0)) / m.batch) * m.batch
         asked = np.floor((step + _steps_in(m, step, base, np.maximum(up_s - m.base_s, 0.0)) - base) / m.interval)
         new_base = base + np.where(up_s >= m.base_s, asked, 0.0) * m.interval
-        only_bases = (m.always_base_only > 0) | ((m.base_only > 0) & (kind < m.host_share))
+        only_bases = kind < m.only_bases
         lasts = np.where(only_bases, new_base, step + stored)
         lost += np.where(trains, step + done - lasts, 0.0)
         base = np.where(trains, np.minimum(new_base, lasts), base)
@@ -123,23 +120,23 @@ def _mechanics_of(m: Measured, s: Setting) -> tuple[float, ...]:
         step_s = max(m.step_s, write_s + m.sync_s / s.batch_steps)
         batch, batch_stall_s, base_stall_s = s.batch_steps, m.batch_stall_s, m.base_stall_s
         written_s, base_s = write_s + m.sync_s, s.base_interval * m.fold_s + m.base_s
-        fetch_s, kinds = np.inf, (0.0, 0.0)
+        fetch_s, only_bases = np.inf, 0.0
     elif s.mode == "shadow":
         ship_s = codec.encode_s + codec.frame_bytes / m.ship_bytes_s
         step_s = max(m.step_s, ship_s, m.fold_s)
         batch, batch_stall_s, base_stall_s = 1, 0.0, m.base_stall_s
         written_s, base_s = ship_s, m.base_s
-        fetch_s, kinds = m.fetch_s, (0.0 if m.elsewhere else 1.0, 0.0)
+        fetch_s, only_bases = m.fetch_s, shadow_loss(m)
     else:
         step_s = max(m.step_s, m.base_s / s.base_interval)
         batch, batch_stall_s, base_stall_s = 1, 0.0, m.live_stall_s
         written_s, base_s = 0.0, m.base_s
-        fetch_s, kinds = np.inf, (1.0, 1.0)
+        fetch_s, only_bases = np.inf, 1.0
     interval = float(s.base_interval)
     if s.mode == "delta":  # one base at a time: the next is begun when the last is done, or taken by the trainer
         interval = min(max(interval, np.ceil(base_s / step_s)), MAX_LAG * interval)
         base_s = min(base_s, MAX_LAG * s.base_interval * step_s)
     return (
         step_s, m.step_s, batch, batch_stall_s, interval, base_stall_s, written_s, base_s, m.load_s, fetch_s, m.replay_s,
-        m.restart_s, 1 / m.failure_rate, m.host_share, *kinds,
+        m.restart_s, 1 / m.failure_rate, only_bases,
     )  # fmt: skip

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from everstep.tune.averages import Averages
-from everstep.tune.choose import Decision, choose, describe
+from everstep.tune.choice import Decision, choose, describe
 from everstep.tune.model import Limits, Measured, Setting, cost_of
 
 MARGIN = 0.1

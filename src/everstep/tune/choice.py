@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +30,13 @@ class Decision:
     reason: str
     broken: tuple[str, ...] = ()
     """Limits that no setting keeps."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON, which cannot say that something is infinite."""
+        expected = {name: value for name, value in asdict(self.cost).items() if name != "keeps_up"}
+        return {
+            "setting": asdict(self.setting), "expected": expected, "reason": self.reason, "broken": list(self.broken)
+        }  # fmt: skip
 
 
 def choose(
@@ -173,7 +181,8 @@ def _why_interval(m: Measured, setting: Setting) -> str:
     if setting.mode == "snapshot":
         return f"{text}: each stalls training for {seconds(m.live_stall_s)}, a failure loses {seconds(cost.lost_s)} of work"
     if setting.mode == "shadow":
-        return f"{text}: each costs training {seconds(m.base_stall_s)}, and only loss of the host needs one"
+        lost = "both hosts at once" if m.elsewhere else "the host"
+        return f"{text}: each costs training {seconds(m.base_stall_s)}, and only loss of {lost} needs one"
     if m.base_stall_s == 0.0:
         return f"{text}: they cost training nothing, and more often the follower could not write them"
     return f"{text}: each costs training {seconds(m.base_stall_s)}, and replaying a step takes {seconds(m.replay_s)}"
