@@ -452,7 +452,7 @@ class Run:
             "fetch_s": self._fetch_s,
             "commits": self._commits,
             "step_s": capture.step_s,
-            "training_thread_s": capture.thread_s + sum(t.thread_s for t in capture.taps.values()),
+            "training_thread_s": self._thread_s(capture),
             "stall_s": capture.stall_s,
             "inflight_steps": steps,
             "inflight_bytes": num_bytes,
@@ -468,6 +468,9 @@ class Run:
             "unprotected_since": self._unprotected_since if self._keeper is None else self._since(self._keeper),
             **(self._keeper.stats() if self._keeper is not None else {}),
         }
+
+    def _thread_s(self, capture: Capture) -> float:
+        return capture.thread_s + sum(t.thread_s for t in capture.taps.values())
 
     def _since(self, keeper: Keeper) -> int | None:
         return self._unprotected_since if self._unprotected_since is not None else keeper.unprotected_since
@@ -990,8 +993,9 @@ class Run:
 
         def counters() -> Counters:
             return Counters(
-                step=capture.step, trained_s=capture.trained_s, stall_s=capture.stall_s, log_bytes=log.bytes_written,
-                write_s=capture.offload.busy_s, sync_s=capture.offload.sync_s,
+                step=capture.step, trained_s=capture.trained_s, stall_s=capture.stall_s,
+                hook_s=self._thread_s(capture), log_bytes=log.bytes_written, write_s=capture.offload.busy_s,
+                sync_s=capture.offload.sync_s,
             )  # fmt: skip
 
         def apply(setting: Setting) -> None:

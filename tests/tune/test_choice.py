@@ -34,7 +34,8 @@ def drawn(random: np.random.Generator) -> Measured:
         load_s=0.5 * state_bytes / disk_bytes_s, fold_s=fold_s, replay_s=fold_s * between(0.2, 1),
         fetch_s=state_bytes / 5e9, ship_bytes_s=5e9, elsewhere=bool(random.random() < 0.2),
         batch_stall_s=step_s * between(1e-4, 1) if random.random() < 0.7 else 0.0, base_stall_s=step_s * between(1e-2, 10),
-        live_stall_s=state_bytes / 5e9, restart_s=between(1, 100), failure_rate=1 / between(1800, 30 * 86400),
+        live_stall_s=state_bytes / 5e9, restart_s=between(1, 100),
+        hook_s=step_s * between(1e-5, 1e-2), failure_rate=1 / between(1800, 30 * 86400),
         host_share=float(random.uniform(0.05, 0.6)),
     )  # fmt: skip
 

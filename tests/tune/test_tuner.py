@@ -13,21 +13,23 @@ class Training:
 
     def __init__(self, *, step_s=0.1, frame_bytes=1_000_000, sync_s=0.001, write_s=0.002, base_stall_s=0.2, noise=0.0):
         self.averages = Averages()
+        self.hook_s = 0.0
         self._costs = (step_s, frame_bytes, sync_s, write_s)
         self.base_stall_s = base_stall_s
         self._random, self._noise = np.random.default_rng(0), noise
-        self.now = Counters(step=0, trained_s=0.0, stall_s=0.0, log_bytes=0, write_s=0.0, sync_s=0.0)
+        self.now = Counters(step=0, trained_s=0.0, stall_s=0.0, hook_s=0.0, log_bytes=0, write_s=0.0, sync_s=0.0)
 
     def train(self, steps, batch=1, extra_s=0.0):
         step_s, frame_bytes, sync_s, write_s = self._costs
         waits_s = steps * max(write_s + sync_s / batch - step_s, 0.0)
         n = self.now
-        begun, self.now = n, Counters(
+        took_s = steps * (step_s * (1 + self._noise * self._random.normal()) + self.hook_s) + waits_s + extra_s
+        self.now = Counters(
             step=n.step + steps, log_bytes=n.log_bytes + steps * frame_bytes, stall_s=n.stall_s + waits_s,
-            trained_s=n.trained_s + steps * step_s * (1 + self._noise * self._random.normal()) + waits_s + extra_s,
+            hook_s=n.hook_s + steps * self.hook_s, trained_s=n.trained_s + took_s,
             write_s=n.write_s + steps * (write_s + sync_s / batch), sync_s=n.sync_s + steps * sync_s / batch,
         )  # fmt: skip
-        return begun, self.now
+        return n, self.now
 
     def bases(self, count, setting):
         for _ in range(count):
@@ -42,9 +44,10 @@ class Training:
 
 def test_averages_find_what_steps_and_bases_cost():
     training = Training()
+    training.hook_s = 0.002
     training.bases(4, Setting(base_interval=50))
     found = training.measured()
-    assert found.step_s == pytest.approx(0.1)
+    assert found.step_s == pytest.approx(0.1) and found.hook_s == pytest.approx(0.002)
     assert found.base_stall_s == pytest.approx(0.2)
     assert found.codecs[0].frame_bytes == 1_000_000
     assert found.disk_bytes_s == pytest.approx(1_000_000 / 0.002)

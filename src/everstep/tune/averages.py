@@ -20,6 +20,8 @@ class Counters:
     trained_s: float
     """Time of the steps so far, pauses of the user's left out, stalls included."""
     stall_s: float
+    hook_s: float
+    """The training thread's time in hooks and commits."""
     log_bytes: int
     write_s: float
     """The writer thread's time, syncs included."""
@@ -64,6 +66,7 @@ class Averages:
         sync_s = ended.sync_s - begun.sync_s
         self.add("step_s", (ended.trained_s - begun.trained_s) / steps)
         self.add("stall_s", (ended.stall_s - begun.stall_s) / steps)
+        self.add("hook_s", (ended.hook_s - begun.hook_s) / steps)
         self.add("frame_bytes", (ended.log_bytes - begun.log_bytes) / steps)
         self.add("write_s", max(ended.write_s - begun.write_s - sync_s, 0.0) / steps)
         self.add("sync_s", sync_s / steps * batch_steps)
@@ -95,7 +98,7 @@ class Averages:
         """What the model wants to know. Reading and replaying are taken to be as quick as writing and the follower's folding
         are, until a recovery has shown by what factor they are not; a shadow's state is had at `copy_bytes_s`."""
         stall_s, write_s = self.get("stall_s"), max(self.get("write_s"), 1e-9)
-        step_s = max(self.get("step_s") - stall_s, 1e-6)
+        step_s = max(self.get("step_s") - stall_s - self.get("hook_s"), 1e-6)
         # A writer that cannot keep up is the model's own business; only stalls beyond that are a sync's.
         waiting_s = max(write_s + self.get("sync_s") - step_s, 0.0)
         frame_bytes, recovery = self.get("frame_bytes"), self.get("recovery", 1.0)
@@ -104,8 +107,9 @@ class Averages:
             disk_bytes_s=max(frame_bytes, 1.0) / write_s, sync_s=self.get("sync_s"), base_s=self.get("base_s"),
             load_s=recovery * self.get("base_s"), replay_s=recovery * self.get("fold_s"), fold_s=self.get("fold_s"),
             fetch_s=self.get("state_bytes") / copy_bytes_s, ship_bytes_s=copy_bytes_s,
-            batch_stall_s=max(stall_s - waiting_s, 0.0), base_stall_s=max(self.get("base_stall_s"), 0.0),
-            failure_rate=failure_rate, memory_bytes=memory_bytes, segment_bytes=segment_bytes,
+            hook_s=self.get("hook_s"), batch_stall_s=max(stall_s - waiting_s, 0.0),
+            base_stall_s=max(self.get("base_stall_s"), 0.0), failure_rate=failure_rate, memory_bytes=memory_bytes,
+            segment_bytes=segment_bytes,
         )  # fmt: skip
 
 

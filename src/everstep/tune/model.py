@@ -8,6 +8,7 @@ come at random (Daly's), of which Form B is the first term:
     goodput = λD / (e^{λD} - 1) · e^{-λ(l + R)} / (1 + overhead)
 
 with D the time between two points that survive, l the time until such a point is stored, R the time until training goes on.
+Where failures are of two kinds, each has its own rate and its own factor.
 
 All of this works on numbers and on numpy arrays of settings alike.
 """
@@ -71,6 +72,8 @@ class Measured:
     """The way to the shadow: memory, or a network."""
     elsewhere: bool = False
     """Whether the shadow is on another host, and outlives this one."""
+    hook_s: float = 0.0
+    """The training thread's own part in saving a step, whatever is set."""
     batch_stall_s: float = 0.0
     """What training waits for a sync, beside waiting for a writer that cannot keep up."""
     base_stall_s: float = 0.0
@@ -190,7 +193,8 @@ def costs(measured: Measured, mode: str, codec: Codec, interval: Number, batch: 
 def _delta(m: Measured, codec: Codec, interval: Number, batch: Number, bases: int) -> Cost:
     write_s = codec.encode_s + codec.frame_bytes / m.disk_bytes_s
     waiting = np.maximum(write_s + m.sync_s / batch - m.step_s, 0.0) / m.step_s
-    overhead = m.base_stall_s / (interval * m.step_s) + m.batch_stall_s / (batch * m.step_s) + waiting
+    stalls_s = m.hook_s + m.base_stall_s / interval + m.batch_stall_s / batch
+    overhead = stalls_s / m.step_s + waiting
     step_s = m.step_s * (1 + overhead)
     making_s = interval * m.fold_s + m.base_s  # the follower folds when it is asked for a base
     between = np.minimum(np.maximum(interval, making_s / step_s), MAX_LAG * interval)
@@ -212,7 +216,7 @@ def _delta(m: Measured, codec: Codec, interval: Number, batch: Number, bases: in
 def _shadow(m: Measured, codec: Codec, interval: Number, bases: int) -> Cost:
     ship_s = codec.encode_s + codec.frame_bytes / m.ship_bytes_s
     waiting = max(ship_s - m.step_s, m.fold_s - m.step_s, 0.0) / m.step_s
-    overhead = m.base_stall_s / (interval * m.step_s) + waiting
+    overhead = (m.hook_s + m.base_stall_s / interval) / m.step_s + waiting
     step_s = m.step_s * (1 + overhead)
     gone = shadow_loss(m)
     kinds = [(1.0 - gone, step_s, ship_s, m.fetch_s), (gone, interval * step_s, m.base_s, m.load_s)]
@@ -258,15 +262,12 @@ def _keeps_up(m: Measured, step_s: Number, interval: Number) -> Number:
 
 def _goodput(m: Measured, overhead: Number, kinds: list[tuple[float, Number, Number, Number]]) -> Number:
     """`kinds` of failures: (share, seconds between points that survive, until one is stored, until the state is back)."""
-    rate = m.failure_rate
-    if rate == 0.0:
-        return 1.0 / (1.0 + overhead)
-    useful: Number = 0.0
-    down: Number = 0.0
+    found: Number = 1.0 / (1.0 + overhead)
     for share, between_s, stored_s, recovery_s in kinds:
-        if share == 0.0:
+        rate = share * m.failure_rate
+        if rate == 0.0:
             continue
-        with np.errstate(over="ignore"):  # a point that takes longer than failures let it: nothing lasts, goodput 0
-            useful = useful + share * rate * between_s / np.expm1(rate * between_s) * np.exp(-rate * stored_s)
-            down = down + share * np.exp(rate * (m.restart_s + recovery_s))
-    return useful / down / (1.0 + overhead)
+        with np.errstate(over="ignore"):  # if no point is reached before a failure comes, nothing lasts: 0
+            found = found * rate * between_s / np.expm1(rate * between_s)
+            found = found * np.exp(-rate * (stored_s + m.restart_s + recovery_s))
+    return found
