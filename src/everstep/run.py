@@ -993,9 +993,9 @@ class Run:
 
         def counters() -> Counters:
             return Counters(
-                step=capture.step, trained_s=capture.trained_s, stall_s=capture.stall_s,
-                hook_s=self._thread_s(capture), log_bytes=log.bytes_written, write_s=capture.offload.busy_s,
-                sync_s=capture.offload.sync_s,
+                step=capture.step, trained_s=capture.trained_s, waited_s=capture.offload.waited_s,
+                hook_s=self._thread_s(capture) + capture.stall_s - capture.offload.waited_s,
+                log_bytes=log.bytes_written, write_s=capture.offload.busy_s, sync_s=capture.offload.sync_s,
             )  # fmt: skip
 
         def apply(setting: Setting) -> None:

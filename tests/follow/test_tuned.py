@@ -51,7 +51,7 @@ class Fed:
 
     def counters(self):
         return Counters(
-            step=self.step, trained_s=self.trained_s, stall_s=0.0, hook_s=0.0, log_bytes=self.step * 1000,
+            step=self.step, trained_s=self.trained_s, waited_s=0.0, hook_s=0.0, log_bytes=self.step * 1000,
             write_s=self.sync_s * 2, sync_s=self.sync_s,
         )  # fmt: skip
 

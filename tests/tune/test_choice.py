@@ -53,14 +53,18 @@ def everything(measured: Measured) -> list[Setting]:
     "num_settings", [20, pytest.param(3000, marks=[pytest.mark.long, pytest.mark.timeout(1800)])]
 )
 def test_the_choice_is_within_five_percent_of_the_best_of_exhaustive_search(num_settings):
-    """Of the time that is wasted; differences of a hundredth of a percent of all time are luck, and do not count."""
+    """Of the time that is wasted. The best of hundreds is the luckiest, too: if it seems better than that, both meet more
+    failures, other ones, and then it counts. (Differences of a hundredth of a percent of all time never do.)"""
     random = np.random.default_rng(5)
     for seed in range(num_settings // 20):
         scenes = [drawn(random) for _ in range(20)]
         cases = [[(m, s) for s in (choose(m, modes=MODES).setting, *everything(m))] for m in scenes]
         goodput = simulate([case for each in cases for case in each], 1000, seed).goodput
         for scene, found in zip(cases, np.split(1 - goodput, np.cumsum([len(each) for each in cases])[:-1]), strict=True):
-            assert found[0] <= 1.05 * found.min() + 1e-4, (scene[0], scene[int(found.argmin())][1], found[0], found.min())
+            if found[0] > 1.05 * found.min() + 1e-4:
+                both = [scene[0], scene[int(found.argmin())]]
+                chosen, best = 1 - simulate(both, 40_000, seed + 1_000_000).goodput
+                assert chosen <= 1.05 * best + 1e-4, (both, chosen, best)
 
 
 def test_the_model_predicts_what_the_simulation_measures():

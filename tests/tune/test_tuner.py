@@ -13,19 +13,19 @@ class Training:
 
     def __init__(self, *, step_s=0.1, frame_bytes=1_000_000, sync_s=0.001, write_s=0.002, base_stall_s=0.2, noise=0.0):
         self.averages = Averages()
-        self.hook_s = 0.0
+        self.hook_s = self.sync_wait_s = 0.0
         self._costs = (step_s, frame_bytes, sync_s, write_s)
         self.base_stall_s = base_stall_s
         self._random, self._noise = np.random.default_rng(0), noise
-        self.now = Counters(step=0, trained_s=0.0, stall_s=0.0, hook_s=0.0, log_bytes=0, write_s=0.0, sync_s=0.0)
+        self.now = Counters(step=0, trained_s=0.0, waited_s=0.0, hook_s=0.0, log_bytes=0, write_s=0.0, sync_s=0.0)
 
     def train(self, steps, batch=1, extra_s=0.0):
         step_s, frame_bytes, sync_s, write_s = self._costs
-        waits_s = steps * max(write_s + sync_s / batch - step_s, 0.0)
+        waits_s = steps * (max(write_s + sync_s / batch - step_s, 0.0) + self.sync_wait_s / batch)
         n = self.now
         took_s = steps * (step_s * (1 + self._noise * self._random.normal()) + self.hook_s) + waits_s + extra_s
         self.now = Counters(
-            step=n.step + steps, log_bytes=n.log_bytes + steps * frame_bytes, stall_s=n.stall_s + waits_s,
+            step=n.step + steps, log_bytes=n.log_bytes + steps * frame_bytes, waited_s=n.waited_s + waits_s,
             hook_s=n.hook_s + steps * self.hook_s, trained_s=n.trained_s + took_s,
             write_s=n.write_s + steps * (write_s + sync_s / batch), sync_s=n.sync_s + steps * sync_s / batch,
         )  # fmt: skip
@@ -61,6 +61,17 @@ def test_a_writer_that_cannot_keep_up_is_not_counted_twice():
     found = training.measured()
     assert found.step_s == pytest.approx(0.1) and found.batch_stall_s == pytest.approx(0.0, abs=1e-9)
     assert cost_of(found, Setting()).overhead == pytest.approx((0.152 - 0.1) / 0.1 + 0.2 / 20, rel=0.01)
+
+
+def test_what_a_sync_costs_is_found_whatever_the_batch_is():
+    """Training waits 2 ms for every sync of a writer that keeps up."""
+    for batch in (1, 4):
+        training = Training()
+        training.sync_wait_s = 0.002
+        training.bases(3, Setting(batch_steps=batch))
+        found = training.measured()
+        assert found.batch_stall_s == pytest.approx(0.002) and found.sync_s == pytest.approx(0.001)
+        assert found.step_s == pytest.approx(0.1)
 
 
 def test_a_recovery_corrects_what_is_expected_of_the_next():

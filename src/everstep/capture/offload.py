@@ -96,6 +96,8 @@ class Offload:
         self.error: BaseException | None = None
         self.busy_s = 0.0
         self.sync_s = 0.0
+        self.waited_s = 0.0
+        """The training thread's waiting for room."""
         self.frame_bytes = 0
         self._thread = background.start(self._run, "everstep-write")
 
@@ -131,7 +133,9 @@ class Offload:
         begun = time.perf_counter()
         with self._room:
             self._room.wait_for(lambda: self.has_room() or self.error is not None)
-        return time.perf_counter() - begun
+        took = time.perf_counter() - begun
+        self.waited_s += took
+        return took
 
     def flush(self, *, hard: bool = False) -> None:
         """Return when everything handed over is durable, or has failed (see `error`).

@@ -19,9 +19,10 @@ class Counters:
     step: int
     trained_s: float
     """Time of the steps so far, pauses of the user's left out, stalls included."""
-    stall_s: float
+    waited_s: float
+    """Training's waiting for the writer."""
     hook_s: float
-    """The training thread's time in hooks and commits."""
+    """The training thread's time in hooks and commits, and its other stalls."""
     log_bytes: int
     write_s: float
     """The writer thread's time, syncs included."""
@@ -63,13 +64,19 @@ class Averages:
         steps = ended.step - begun.step
         if steps < 1:
             return
-        sync_s = ended.sync_s - begun.sync_s
-        self.add("step_s", (ended.trained_s - begun.trained_s) / steps)
-        self.add("stall_s", (ended.stall_s - begun.stall_s) / steps)
-        self.add("hook_s", (ended.hook_s - begun.hook_s) / steps)
+        step_s, waited_s, hook_s, sync_s = (
+            (getattr(ended, name) - getattr(begun, name)) / steps for name in ("trained_s", "waited_s", "hook_s", "sync_s")
+        )
+        write_s = max((ended.write_s - begun.write_s) / steps - sync_s, 0.0)
+        # Waiting for a writer that cannot keep up is the model's own business; only what is beyond that is a sync's.
+        backlog_s = max(write_s + sync_s - (step_s - waited_s - hook_s), 0.0)
+        self.add("step_s", step_s)
+        self.add("waited_s", waited_s)
+        self.add("hook_s", hook_s)
         self.add("frame_bytes", (ended.log_bytes - begun.log_bytes) / steps)
-        self.add("write_s", max(ended.write_s - begun.write_s - sync_s, 0.0) / steps)
-        self.add("sync_s", sync_s / steps * batch_steps)
+        self.add("write_s", write_s)
+        self.add("sync_s", sync_s * batch_steps)
+        self.add("batch_stall_s", max(waited_s - backlog_s, 0.0) * batch_steps)
 
     def base(self, begun: Counters, ended: Counters, made: BaseMade) -> None:
         """While a base was made: how much longer its steps took than those of quiet times. Noise may be below zero, and is
@@ -97,17 +104,15 @@ class Averages:
     ) -> Measured:
         """What the model wants to know. Reading and replaying are taken to be as quick as writing and the follower's folding
         are, until a recovery has shown by what factor they are not; a shadow's state is had at `copy_bytes_s`."""
-        stall_s, write_s = self.get("stall_s"), max(self.get("write_s"), 1e-9)
-        step_s = max(self.get("step_s") - stall_s - self.get("hook_s"), 1e-6)
-        # A writer that cannot keep up is the model's own business; only stalls beyond that are a sync's.
-        waiting_s = max(write_s + self.get("sync_s") - step_s, 0.0)
+        write_s = max(self.get("write_s"), 1e-9)
+        step_s = max(self.get("step_s") - self.get("waited_s") - self.get("hook_s"), 1e-6)
         frame_bytes, recovery = self.get("frame_bytes"), self.get("recovery", 1.0)
         return Measured(
             step_s=step_s, state_bytes=self.get("state_bytes"), codecs=(Codec(name="auto", frame_bytes=frame_bytes),),
             disk_bytes_s=max(frame_bytes, 1.0) / write_s, sync_s=self.get("sync_s"), base_s=self.get("base_s"),
             load_s=recovery * self.get("base_s"), replay_s=recovery * self.get("fold_s"), fold_s=self.get("fold_s"),
             fetch_s=self.get("state_bytes") / copy_bytes_s, ship_bytes_s=copy_bytes_s,
-            hook_s=self.get("hook_s"), batch_stall_s=max(stall_s - waiting_s, 0.0),
+            hook_s=self.get("hook_s"), batch_stall_s=self.get("batch_stall_s"),
             base_stall_s=max(self.get("base_stall_s"), 0.0), failure_rate=failure_rate, memory_bytes=memory_bytes,
             segment_bytes=segment_bytes,
         )  # fmt: skip

@@ -52,12 +52,13 @@ class Tuner:
         now, then = cost_of(measured, self.setting), cost_of(measured, wanted)
         saved = then.goodput - now.goodput
         at_odds = self._breaks(measured, self.setting) > self._breaks(measured, wanted)
+        reason = best.reason if wanted == best.setting else f"on the way to {best.reason}"
         if wanted == self.setting:
-            why = f"as before: {best.reason}"
+            why = f"as before: {reason}"
         elif at_odds:
-            why = f"limits would not be kept otherwise: {best.reason}"
+            why = f"limits would not be kept otherwise: {reason}"
         elif is_worth(then.goodput, now.goodput):
-            why = f"saves {saved:.2%} of all time: {best.reason}"
+            why = f"saves {saved:.2%} of all time: {reason}"
         else:
             why = f"as before: {describe(wanted)} would save only {max(saved, 0.0):.3%} of all time"
             wanted, then = self.setting, now
