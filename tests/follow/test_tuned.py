@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 import time
 
 import pytest
@@ -169,3 +173,32 @@ def test_options_that_make_no_sense_are_refused(tmp_path, options):
     with pytest.raises(UsageError):
         everstep.attach(*build(), tmp_path / "run", quiet=True, **options)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_a_slow_disk_and_kills_lead_where_the_model_says(tmp_path):
+    """A sync takes longer than a step: after a few bases there are several steps a sync, and training waits less for them. A
+    trainer that is killed goes on with what it had learned, and counts the kill."""
+    first = trained_until(tmp_path / "run", lambda line: line["setting"]["batch_steps"] >= 4)
+    second = trained_until(tmp_path / "run", lambda line: line["step"] > first[-1]["step"] + 20)
+    third = trained_until(tmp_path / "run", lambda line: True)
+    assert first[0]["setting"]["batch_steps"] == 1
+    assert second[0]["setting"]["batch_steps"] >= 4 and third[0]["setting"]["batch_steps"] >= 4
+    assert [lines[-1]["failures"] for lines in (first, second, third)] == [0, 1, 2]
+    untuned = [line["waited_s"] for line in first if line["setting"]["batch_steps"] == 1]
+    tuned = [line["waited_s"] for line in second + third]
+    assert sum(tuned) / len(tuned) < sum(untuned) / len(untuned)
+
+
+def trained_until(path, enough):
+    """What a training tells until it is killed."""
+    script = os.path.join(os.path.dirname(__file__), "tuned_training.py")
+    lines = []
+    with subprocess.Popen([sys.executable, script, str(path)], stdout=subprocess.PIPE, text=True) as process:
+        for text in process.stdout:
+            lines.append(json.loads(text))
+            if enough(lines[-1]):
+                break
+        process.kill()
+    return lines
