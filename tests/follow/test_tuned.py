@@ -15,6 +15,7 @@ from torch import nn
 import everstep
 from everstep.errors import UsageError
 from everstep.follow.tuned import Ground, Tuned, choose_mode
+from everstep.store import files
 from everstep.store.runs import RunPath
 from everstep.tune.averages import BaseMade, Counters
 from everstep.tune.model import Limits, Setting
@@ -145,6 +146,7 @@ def test_a_run_is_tuned_by_its_own_follower(tmp_path):
         time.sleep(0.01)
     told = run.stats()["tuner"]
     crash(run)
+    kept = RunPath(tmp_path / "run").read_tuning().averages
     assert told["decisions"], told
     assert {"step_s", "frame_bytes", "write_s", "sync_s", "base_s", "fold_s", "base_stall_s"} <= set(told["averages"])
     assert told["averages"]["step_s"] > 0.01 and told["averages"]["frame_bytes"] > 0
@@ -152,7 +154,7 @@ def test_a_run_is_tuned_by_its_own_follower(tmp_path):
     with everstep.attach(model, optimizer, tmp_path / "run", quiet=True, base_interval=5, mode="auto", mtbf_s=1e7) as run:
         run.resume()
         now = run.stats()["tuner"]
-        assert now["failures"] == 1 and now["averages"]["step_s"] == told["averages"]["step_s"]
+        assert now["failures"] == 1 and now["averages"]["step_s"] == kept["step_s"][0]
         assert "recovery" in now["averages"]
         if now["setting"]["mode"] == "delta":
             assert run._keeper._interval == now["setting"]["base_interval"]
@@ -167,7 +169,7 @@ def test_a_run_that_is_not_tuned_leaves_no_document(folder):
 @pytest.mark.parametrize(
     "options",
     [{"max_overhead": 0.1}, {"mtbf_s": 5}, {"tune": True, "mtbf_s": 0}, {"tune": True, "max_bytes": -1},
-     {"tune": True, "follower": False}],
+     {"tune": True, "follower": False}, {"tune": True, "mode": "shadow"}],
 )  # fmt: skip
 def test_options_that_make_no_sense_are_refused(tmp_path, options):
     with pytest.raises(UsageError):
@@ -202,3 +204,20 @@ def trained_until(path, enough):
                 break
         process.kill()
     return lines
+
+
+def test_a_document_that_cannot_be_written_at_the_end_keeps_nobody_from_closing(tmp_path, capsys):
+    model, optimizer = build()
+    run = everstep.attach(model, optimizer, tmp_path / "run", quiet=True, tune=True)
+    run.resume()
+    train(run, model, optimizer, 3)
+
+    def fault(op, path):
+        if "tuning" in path:
+            raise OSError(28, "No space left on device", path)
+
+    with files.observe(fault=fault):
+        run.close()
+    assert "No space left" in capsys.readouterr().err
+    with everstep.attach(model, optimizer, tmp_path / "run", quiet=True, tune=True) as run:
+        assert run.resume() == 3 and run.stats()["tuner"]["failures"] == 1

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from everstep.tune.averages import PRIOR_S, Averages, BaseMade, Counters, estimated_rate
+from everstep.tune.averages import INTERFERENCE, PRIOR_S, Averages, BaseMade, Counters, estimated_rate
 from everstep.tune.model import Limits, Measured, Setting, cost_of
 from everstep.tune.tuner import LARGEST_CHANGE, Tuner
 
@@ -72,6 +72,12 @@ def test_what_a_sync_costs_is_found_whatever_the_batch_is():
         found = training.measured()
         assert found.batch_stall_s == pytest.approx(0.002) and found.sync_s == pytest.approx(0.001)
         assert found.step_s == pytest.approx(0.1)
+
+
+def test_noise_does_not_make_bases_free():
+    training = Training(base_stall_s=-0.5)
+    training.bases(3, Setting())
+    assert training.measured().base_stall_s == pytest.approx(INTERFERENCE * 0.05)
 
 
 def test_a_recovery_corrects_what_is_expected_of_the_next():

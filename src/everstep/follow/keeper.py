@@ -165,7 +165,10 @@ class Keeper:
         self._thread.join()
         self._bury(process)
         if finish and self.tuned is not None:
-            self.tuned.close()
+            try:
+                self.tuned.close()
+            except (EverstepError, OSError) as e:  # the run is whole without it; this end will be counted as a failure
+                print(f"everstep: {self._path.path}: {e}", file=sys.stderr, flush=True)
 
     def _bury(self, process: subprocess.Popen[str] | None) -> None:
         """End a follower and leave nothing of it behind."""
@@ -223,6 +226,7 @@ class Keeper:
             self._followers = 0
             self.proven_step = max(self.proven_step, event["proven"])
             self.base_step = max(self.base_step, event["step"])
+            self._retain()
             if self.tuned is not None:
                 self.tuned.base_made(
                     BaseMade(
@@ -230,7 +234,6 @@ class Keeper:
                         num_folded=event["num_folded"], fold_s=event["fold_s"],
                     )
                 )  # fmt: skip
-            self._retain()
         elif event["event"] == "mismatch":
             self._mismatch = event["message"]
         elif event["event"] == "error" and not self._closed:

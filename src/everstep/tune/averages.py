@@ -8,6 +8,10 @@ from everstep.tune.model import Codec, Measured
 
 WEIGHT = 0.3
 """Of a new value in an average, once there are a few."""
+NOISY_WEIGHT = 0.1
+"""The same for what is a small difference of two large numbers."""
+INTERFERENCE = 0.02
+"""A base is never taken to cost training less than this part of the time that writing it takes."""
 PRIOR_S = 86400.0
 """A run of which nothing is known yet is taken to fail once in so long."""
 
@@ -46,9 +50,9 @@ class Averages:
     def __init__(self, kept: dict[str, tuple[float, int]] | None = None) -> None:
         self._values = dict(kept or {})
 
-    def add(self, name: str, value: float) -> None:
+    def add(self, name: str, value: float, weight: float = WEIGHT) -> None:
         mean, count = self._values.get(name, (0.0, 0))
-        self._values[name] = mean + max(WEIGHT, 1 / (count + 1)) * (value - mean), count + 1
+        self._values[name] = mean + max(weight, 1 / (count + 1)) * (value - mean), count + 1
 
     def get(self, name: str, otherwise: float = 0.0) -> float:
         return self._values.get(name, (otherwise, 0))[0]
@@ -83,7 +87,7 @@ class Averages:
         kept so, or the average would only ever grow."""
         if self.count("step_s"):
             steps = ended.step - begun.step
-            self.add("base_stall_s", ended.trained_s - begun.trained_s - steps * self.get("step_s"))
+            self.add("base_stall_s", ended.trained_s - begun.trained_s - steps * self.get("step_s"), NOISY_WEIGHT)
         self.add("base_s", made.write_s)
         self.add("state_bytes", made.num_bytes)
         if made.num_folded:
@@ -113,8 +117,8 @@ class Averages:
             load_s=recovery * self.get("base_s"), replay_s=recovery * self.get("fold_s"), fold_s=self.get("fold_s"),
             fetch_s=self.get("state_bytes") / copy_bytes_s, ship_bytes_s=copy_bytes_s,
             hook_s=self.get("hook_s"), batch_stall_s=self.get("batch_stall_s"),
-            base_stall_s=max(self.get("base_stall_s"), 0.0), failure_rate=failure_rate, memory_bytes=memory_bytes,
-            segment_bytes=segment_bytes,
+            base_stall_s=max(self.get("base_stall_s"), INTERFERENCE * self.get("base_s")), failure_rate=failure_rate,
+            memory_bytes=memory_bytes, segment_bytes=segment_bytes,
         )  # fmt: skip
 
 
