@@ -136,7 +136,7 @@ def test_auto_stays_where_it_is_until_another_mode_is_worth_it(folder):
     assert RunPath(folder).read_tuning().decisions[-1]["reason"] == found.reason
 
 
-def test_a_run_is_tuned_by_its_own_follower(tmp_path):
+def test_a_run_is_tuned_by_its_own_follower(tmp_path, memory):
     model, optimizer = build()
     run = everstep.attach(model, optimizer, tmp_path / "run", quiet=True, base_interval=5, tune=True, mtbf_s=1e7)
     run.resume()
@@ -160,6 +160,24 @@ def test_a_run_is_tuned_by_its_own_follower(tmp_path):
             assert run._keeper._interval == now["setting"]["base_interval"]
         train(run, model, optimizer, 1)
     assert RunPath(tmp_path / "run").read_tuning().closed
+
+
+def test_auto_attaches_with_a_shadow_where_measurements_speak_for_one(folder, memory):
+    fed = Fed(folder, rate=1e-9)
+    fed.fold_s = 0.08
+    for _ in range(6):
+        fed.base()
+    fed.tuned.close()
+    model, optimizer = build()
+    with everstep.attach(model, optimizer, folder, quiet=True, mode="auto", mtbf_s=60) as run:
+        assert run.resume() == 2
+        train(run, model, optimizer, 3)
+        told = run.stats()
+        assert "shadow_pid" in told
+        assert told["tuner"]["setting"]["mode"] == "shadow" and told["tuner"]["failures"] == 0
+        last = told["tuner"]["decisions"][-1]
+        assert last["changed"] and last["setting"]["base_interval"] == run._keeper._interval and "shadow" in last["reason"]
+    assert everstep.open(folder).steps[-1] == 5
 
 
 def test_a_run_that_is_not_tuned_leaves_no_document(folder):
