@@ -310,7 +310,7 @@ class Run:
         if found is None:
             return "delta"
         self._say(f"everstep: {path.path}: {found.reason}")
-        if found.setting.mode != "delta":
+        if found.setting.mode == "shadow":  # that keeps to what it is started with
             self._options = replace(options, base_interval=found.setting.base_interval)
         return found.setting.mode
 

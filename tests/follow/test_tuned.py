@@ -44,7 +44,7 @@ class Fed:
         self.applied: list[Setting] = []
         self.fold_s = 0.005
         ground = Ground(limits=limits or Limits(), failure_rate=rate, memory_bytes=1e9, segment_bytes=0)
-        self.setting = Setting(base_interval=10)
+        self.setting = Setting(base_interval=10, mode="delta" if mode is None else mode.setting.mode)
         self.tuned = Tuned(
             RunPath(path), generation, self.setting, ground, max_batch=max_batch, counters=self.counters,
             apply=self.apply, mode=mode,
@@ -87,8 +87,8 @@ def test_decisions_are_applied_and_kept_with_their_reasons(folder):
     for _ in range(8):
         fed.base()
     decisions = RunPath(folder).read_tuning().decisions
-    assert [d["setting"]["base_interval"] for d in decisions if d["changed"]] == [s.base_interval for s in fed.applied]
-    assert fed.applied and fed.applied[0].base_interval > 10
+    assert [d["setting"]["base_interval"] for d in decisions if d["changed"]] == [s.base_interval for s in fed.applied[1:]]
+    assert fed.applied[0].base_interval == 10 and fed.applied[1].base_interval > 10
     assert all(d["reason"] and 0 < d["expected"]["goodput"] <= 1 and d["step"] > 0 for d in decisions)
     assert fed.tuned.stats()["decisions"] == list(decisions)
     assert fed.tuned.stats()["setting"]["base_interval"] == fed.setting.base_interval
@@ -132,7 +132,7 @@ def test_auto_stays_where_it_is_until_another_mode_is_worth_it(folder):
     assert choose_mode(RunPath(folder), rarely, 2).setting.mode == "delta"
     found = choose_mode(RunPath(folder), ground, 2)
     assert found.setting.mode == "shadow"
-    Fed(folder, generation=2, mode=found)
+    assert Fed(folder, generation=2, mode=found).setting.base_interval == found.setting.base_interval
     assert RunPath(folder).read_tuning().decisions[-1]["reason"] == found.reason
 
 
@@ -178,6 +178,13 @@ def test_auto_attaches_with_a_shadow_where_measurements_speak_for_one(folder, me
         last = told["tuner"]["decisions"][-1]
         assert last["changed"] and last["setting"]["base_interval"] == run._keeper._interval and "shadow" in last["reason"]
     assert everstep.open(folder).steps[-1] == 5
+
+
+def test_a_limit_on_bytes_holds_from_the_first_step(tmp_path):
+    model, optimizer = build()
+    with everstep.attach(model, optimizer, tmp_path / "run", quiet=True, tune=True, max_bytes=10_000_000) as run:
+        run.resume()
+        assert run._keeper._policy.max_bytes == run._keeper._policy.min_bytes == 10_000_000
 
 
 def test_a_run_that_is_not_tuned_leaves_no_document(folder):

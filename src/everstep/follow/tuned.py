@@ -62,12 +62,14 @@ class Tuned:
         document.generation, document.closed = generation, False
         self._averages = Averages(document.averages)
         bases, last = setting.bases, last_setting(document)
-        if last is not None and last.mode == setting.mode:
-            setting = last if max_batch > 1 else replace(last, batch_steps=setting.batch_steps)
-            apply(setting)
+        stays = mode is None or (last is not None and mode.setting.mode == last.mode == "delta")
+        goes_on = last if stays or mode is None else mode.setting
+        if goes_on is not None and goes_on.mode == setting.mode:
+            setting = goes_on if max_batch > 1 else replace(goes_on, batch_steps=setting.batch_steps)
+        apply(setting)
         self._tuner = Tuner(setting, ground.limits, bases=bases, max_batch=max_batch)
-        if mode is not None:
-            changed = last is None or mode.setting.mode != last.mode
+        if mode is not None and not stays:
+            changed = setting != last
             self._keep(Verdict(step=counters().step, changed=changed, decision=replace(mode, setting=setting)))
         self._mark: Counters | None = None
         """Since when no base is being made; None: one is, or failed, or none has been made yet."""
