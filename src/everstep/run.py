@@ -13,7 +13,7 @@ import time
 import uuid
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -47,12 +47,13 @@ from everstep.fingerprint import fingerprint
 from everstep.fold import class_name, find_class
 from everstep.follow import recover
 from everstep.follow.arena import DamagedStateError
-from everstep.follow.attend import ON_LAG, ShadowKeeper
+from everstep.follow.attend import ON_LAG, ShadowKeeper, available_bytes
 from everstep.follow.fetch import NUM_STREAMS, find_all
 from everstep.follow.gather import Shadows, ShadowSource, common_step, leave_bases, reaches_all, writes_for
 from everstep.follow.keeper import Keeper
 from everstep.follow.shares import Partition, coupled, share_out
 from everstep.follow.ship import STAGE_BYTES, RemoteShadow
+from everstep.follow.tuned import Ground, Tuned, choose_mode
 from everstep.format.documents import RANKS, GenerationDocument, RunDocument, TimelineDocument
 from everstep.layout import Pattern
 from everstep.link import addresses
@@ -67,8 +68,11 @@ from everstep.store import files, shared
 from everstep.store.log import DiskPlace, LogWriter
 from everstep.store.retention import Retention
 from everstep.store.runs import Listing, RunPath, WriterLock, describe_writer, read_listing
+from everstep.tune.averages import Counters
+from everstep.tune.choice import MAX_BATCH, Decision
+from everstep.tune.model import Limits, Setting
 
-MODES = ("delta", "shadow")
+MODES = ("delta", "shadow", "auto")
 _SEEN_STEPS = 4096
 """So many of the newest steps are told to other ranks."""
 PACE_AFTER = 50
@@ -122,6 +126,17 @@ class Options:
     was changed in between other than by one multiplication (clipping, unscaling) is sent again."""
     layout: Sequence[Pattern] = ()
     """What the tensors of hand-written parallelism are: see everstep.layout. DTensors need none."""
+    tune: bool = False
+    """Let measurements set `base_interval` (and `batch_steps` with durability="batch") within the limits below; what is
+    given for these is where it begins. mode="auto" does this too, and chooses the mode when the run is attached again."""
+    max_overhead: float | None = None
+    """tune: part of the training time that saving may cost, such as 0.01."""
+    max_recovery_s: float | None = None
+    """tune: what bringing a state back may take at the worst moment."""
+    max_bytes: int | None = None
+    """tune: what the run's folder may take at the worst moment."""
+    mtbf_s: float | None = None
+    """tune: seconds between failures; None: estimated from the run's own restarts."""
     segment_bytes: int = 256 << 20
     direct_io: bool | None = None
     """Bypass the page cache when writing; None: where the file system can."""
@@ -155,6 +170,36 @@ class Options:
         for name in ("batch_steps", "max_inflight_steps", "max_inflight_bytes", "base_interval", "segment_bytes"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.mtbf_s is not None and not (isinstance(self.mtbf_s, int | float) and self.mtbf_s > 0):
+            raise UsageError(f"mtbf_s must be a number above 0, not {self.mtbf_s!r}")
+        limited = self.ground.limits != Limits()
+        if self.tune and not self.follower:
+            raise UsageError("tune=True needs follower=True: a base that the trainer takes is not measured")
+        if not self.tune and (self.mtbf_s is not None or limited):
+            raise UsageError("max_overhead, max_recovery_s, max_bytes and mtbf_s are for tune=True or mode='auto'")
+
+    @property
+    def ground(self) -> Ground:
+        """What the tuner is told."""
+        limits = Limits(max_overhead=self.max_overhead, max_recovery_s=self.max_recovery_s, max_bytes=self.max_bytes)
+        return Ground(
+            limits=limits, failure_rate=None if self.mtbf_s is None else 1 / self.mtbf_s,
+            memory_bytes=self.max_inflight_bytes, segment_bytes=self.segment_bytes,
+        )  # fmt: skip
+
+    @property
+    def setting(self) -> Setting:
+        """Where the tuner begins."""
+        batch = self.batch_steps if self.durability == "batch" else 1
+        return Setting(base_interval=self.base_interval, batch_steps=batch, bases=self.retention.bases)
+
+    def kept_by(self, setting: Setting) -> Retention:
+        """Retention under a setting: what the user said, within the limit on bytes."""
+        if self.max_bytes is None:
+            return self.retention
+        at_most = min(self.max_bytes, self.retention.max_bytes or self.max_bytes)
+        least = min(self.retention.min_bytes, self.max_bytes)
+        return replace(self.retention, bases=setting.bases, max_bytes=at_most, min_bytes=least)
 
     @property
     def shadows(self) -> list[str]:
@@ -180,6 +225,10 @@ def attach(
         raise UsageError(f"unknown option {unknown[0]!r}; attach knows {', '.join(known)}")
     if mode != "shadow" and options.get("shadow"):
         raise UsageError(f"shadow={options['shadow']!r} needs mode='shadow'")
+    if mode == "shadow" and options.get("tune"):
+        raise UsageError("tune=True sets nothing with mode='shadow': leave it out, or use mode='auto'")
+    if mode == "auto":
+        options["tune"] = True
     return Run(model, optimizer, run, cursors.check_extras(extras), Options(**options), mode)
 
 
@@ -194,11 +243,14 @@ class Run:
         self._extras = extras
         self._options = options
         self._mode = mode
+        self._auto: Decision | None = None
         self._declared = Declared(options.rename, tuple(options.layout))
         inventory = take_inventory(self._models, self._optimizers, self._declared)
         cursors.capture_extras(extras)
         self._ranks = Ranks.current()
         self._declared.check(self._ranks.gather("match their layouts", sorted(inventory.matched)))
+        if mode == "auto":
+            mode = self._mode = self._choose_mode(RunPath(run))
         modes = sorted(set(self._ranks.gather("say their mode", mode)))
         if len(modes) > 1:
             raise UsageError(f"all ranks must have one mode, not {' and '.join(modes)}")
@@ -245,6 +297,8 @@ class Run:
         self._last_cursor: dict[str, Any] = {}
         self._resume_cursor: dict[str, Any] = {}
         self._restore_s = self._fetch_s = 0.0
+        self._replayed: tuple[float, int] | None = None
+        """Seconds that loading a base and replaying so many steps took."""
         self._commits = 0
         atexit.register(self._at_exit)
         self._say(self._attach_line(inventory))
@@ -252,6 +306,20 @@ class Run:
             note = _note_on(optimizer)
             if note:
                 self._say(f"everstep: optimizer {name!r}: {note}")
+
+    def _choose_mode(self, path: RunPath) -> str:
+        """For mode="auto": by what this run has measured so far."""
+        options = self._options
+        if self._ranks.size > 1:
+            return "delta"
+        ground = replace(options.ground, memory_bytes=available_bytes())
+        found = self._auto = choose_mode(path, ground, options.retention.bases)
+        if found is None:
+            return "delta"
+        self._say(f"everstep: {path.path}: {found.reason}")
+        if found.setting.mode == "shadow":  # that keeps to what it is started with
+            self._options = replace(options, base_interval=found.setting.base_interval)
+        return found.setting.mode
 
     def _open_run(self) -> RunDocument:
         """The run's document and this rank's right to write; rank 0 makes the run if there is none."""
@@ -393,7 +461,7 @@ class Run:
             "fetch_s": self._fetch_s,
             "commits": self._commits,
             "step_s": capture.step_s,
-            "training_thread_s": capture.thread_s + sum(t.thread_s for t in capture.taps.values()),
+            "training_thread_s": self._thread_s(capture),
             "stall_s": capture.stall_s,
             "inflight_steps": steps,
             "inflight_bytes": num_bytes,
@@ -409,6 +477,9 @@ class Run:
             "unprotected_since": self._unprotected_since if self._keeper is None else self._since(self._keeper),
             **(self._keeper.stats() if self._keeper is not None else {}),
         }
+
+    def _thread_s(self, capture: Capture) -> float:
+        return capture.thread_s + sum(t.thread_s for t in capture.taps.values())
 
     def _since(self, keeper: Keeper) -> int | None:
         return self._unprotected_since if self._unprotected_since is not None else keeper.unprotected_since
@@ -578,6 +649,8 @@ class Run:
             self._say(f"everstep: restoring step {at} of {self.path} …")
             check_before_replay(line, at, self._models, self._optimizers, self._declared)
             restored = restore(line, at, live=self._optimizers)
+            if restored.plan is not None:
+                self._replayed = time.perf_counter() - begun, at - restored.plan.base.step
         self._fetch_s += time.perf_counter() - begun
         check_fits(restored.state, self._models, self._optimizers, self._declared)
         cursor = cursors.decode(restored.state.cursor)
@@ -975,6 +1048,7 @@ class Run:
                 self._path, timeline, generation, step, options.retention, options.base_interval,
                 follower=options.follower, optimizers=self._optimizers, say=self._say, world_size=self._ranks.size,
             )  # fmt: skip
+            self._tune(generation)
             if not self._dismiss_later:
                 recover.dismiss(self._path, self._document.run, generation)
             return
@@ -1000,6 +1074,32 @@ class Run:
         ]  # fmt: skip
         keeper = self._keeper = ShadowKeeper(*where, **settings, elsewhere=elsewhere, ranks=self._ranks)
         self._capture.offload.on_part = keeper.part_written
+        self._tune(generation)
+
+    def _tune(self, generation: int) -> None:
+        """Hand base interval, batch size and retention to the tuner, if it may have them."""
+        capture, keeper, options, log = self._capture, self._keeper, self._options, self._log
+        assert capture is not None and keeper is not None
+        if not options.tune:
+            return
+
+        def counters() -> Counters:
+            return Counters(
+                step=capture.step, trained_s=capture.trained_s, waited_s=capture.offload.waited_s,
+                hook_s=self._thread_s(capture) + capture.stall_s - capture.offload.waited_s,
+                log_bytes=log.bytes_written, write_s=capture.offload.busy_s, sync_s=capture.offload.sync_s,
+            )  # fmt: skip
+
+        def apply(setting: Setting) -> None:
+            keeper.keep(setting.base_interval, options.kept_by(setting))
+            capture.offload.set_batch(setting.batch_steps)
+
+        keeper.tuned = Tuned(
+            self._path, generation, replace(options.setting, mode=self._mode), options.ground,
+            max_batch=MAX_BATCH if options.durability == "batch" else 1, counters=counters, apply=apply, mode=self._auto,
+        )  # fmt: skip
+        if self._replayed:
+            keeper.tuned.recovered(*self._replayed)
 
     # -- data ---------------------------------------------------------------------------------------------------------
 

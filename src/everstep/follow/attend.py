@@ -164,7 +164,7 @@ class ShadowKeeper(Keeper):
     def _memory_is_scarce(self) -> bool:
         found = os.statvfs(self._memory.folder)
         wanted = 2 * self._frame_bytes + _SPARE_BYTES
-        return found.f_bavail * found.f_frsize < wanted or _available_bytes() < wanted
+        return found.f_bavail * found.f_frsize < wanted or available_bytes() < wanted
 
     # -- training thread ----------------------------------------------------------------------------------------------
 
@@ -231,7 +231,7 @@ class ShadowKeeper(Keeper):
         self.let_go()
         for talk in self._talks:
             talk.close(finish=finish)
-        super().close()
+        super().close(finish=finish)
         self._memory.close()
         if finish:
             shared.remove(self._folder, [self._path.rank])
@@ -325,7 +325,7 @@ class ShadowKeeper(Keeper):
         self._say(f"everstep: {self._path.path}: {text}")
 
 
-def _available_bytes() -> int:
+def available_bytes() -> int:
     """Memory that can be had without swapping."""
     try:
         with open("/proc/meminfo") as f:

@@ -28,6 +28,7 @@ from everstep.format.documents import (
     Manifest,
     RunDocument,
     TimelineDocument,
+    TuningDocument,
 )
 from everstep.format.parts import Part
 from everstep.format.segment import parse_name
@@ -36,7 +37,8 @@ from everstep.store.segments import Segment
 
 RUN_FILE = "run.json"
 LOCK_FILE = "lock"
-_OURS = {RUN_FILE, LOCK_FILE, "timelines", "pool"}
+TUNING_FILE = "tuning.json"
+_OURS = {RUN_FILE, LOCK_FILE, TUNING_FILE, "timelines", "pool"}
 
 
 class RunPath:
@@ -79,6 +81,9 @@ class RunPath:
     def kept(self, timeline: int) -> str:
         name = f"kept-{self.rank:05d}.json" if self.rank else "kept.json"
         return os.path.join(self.timeline(timeline), name)
+
+    def tuning(self) -> str:
+        return os.path.join(self.path, f"tuning-{self.rank:05d}.json" if self.rank else TUNING_FILE)
 
     def lock(self) -> str:
         return os.path.join(self.path, f"{LOCK_FILE}-{self.rank:05d}" if self.rank else LOCK_FILE)
@@ -193,6 +198,16 @@ class RunPath:
 
     def write_kept(self, timeline: int, document: KeptDocument) -> None:
         files.write_whole(self.kept(timeline), documents.encode(document))
+
+    def read_tuning(self) -> TuningDocument:
+        """What the tuner knew; empty if there was none."""
+        try:
+            return documents.decode(files.read_whole(self.tuning()), TuningDocument, self.tuning())
+        except FileNotFoundError:
+            return TuningDocument()
+
+    def write_tuning(self, document: TuningDocument) -> None:
+        files.write_whole(self.tuning(), documents.encode(document))
 
     def make_part(self, timeline: int) -> None:
         """The folders of this rank's own; durable on return."""
