@@ -329,6 +329,24 @@ def test_a_lost_step_that_was_durable_is_an_error_that_says_what_is_left(tmp_pat
     assert sorted(train(tmp_path / "run", 2, at=4).states) == [4, 5, 6]
 
 
+@pytest.mark.parametrize("killed_at", [(9,), (4, 5)])
+def test_a_log_that_is_gone_as_a_whole_is_missed(killed_at: tuple[int, ...], tmp_path: Any) -> None:
+    path = tmp_path / "run"
+    for steps in killed_at:
+        train(path, steps, base_interval=100)
+    segments(path)[-1].unlink()
+    before = sum(killed_at[:-1])
+    history = everstep.open(path)
+    assert history.steps[-1] == before
+    model, optimizer = build()
+    run = everstep.attach(model, optimizer, path, quiet=True)
+    with pytest.raises(CorruptionError, match=f"steps from {before + 1} on may be lost: .*log of generation"):
+        run.resume()
+    crash(run)
+    assert not history.verify().ok
+    train(path, 1, at=before)  # what is left can be gone on from, if that is asked for
+
+
 def test_two_models_come_back_under_their_own_keys(tmp_path: Any) -> None:
     torch.manual_seed(1)
     models = {"g": nn.Linear(2, 2), "d": nn.Linear(2, 2)}

@@ -1025,7 +1025,7 @@ class Run:
         self._log = LogWriter(
             memory or disk, run=self._document.run, timeline=timeline, generation=generation, rank=self._ranks.rank,
             fingerprint=own,
-            chained=memory is None,
+            chained=memory is None, on_begun=lambda: self._path.log_has_begun(timeline, generation),
         )  # fmt: skip
         destination = Destination(
             self._document.run, timeline, generation, self._path.bases(timeline), direct, own, self._ranks.rank,
@@ -1300,6 +1300,8 @@ class Run:
         capture.offload.flush()
         keeper = self._keeper
         healthy = not capture.errors()
+        if finish and healthy and isinstance(keeper, ShadowKeeper):
+            keeper.store_log()
         if finish and healthy and keeper is not None and keeper.base_step != capture.step and capture.is_as_committed():
             capture.take_base(self._last_cursor, self._on_base)
         capture.close(finish=healthy)

@@ -418,6 +418,17 @@ def test_with_the_log_on_disk_no_step_that_the_shadow_called_durable_is_lost_wit
     assert max(manifests(made.run)) < 20, "all that was not in a base came from the log"
 
 
+def test_with_the_log_on_disk_a_run_that_closes_before_its_shadow_is_up_keeps_every_step(
+    attach: Callable[..., everstep.Run], tmp_path: Path
+) -> None:
+    t = build(**SMALL, seed=SEED)
+    run = attach(t, tmp_path / "run", log="disk", base_interval=20)
+    run.resume()
+    train(t, run, 30)
+    run.close()
+    assert everstep.open(tmp_path / "run").steps == list(range(31))
+
+
 @pytest.mark.long
 def test_a_run_whose_shadows_cannot_live_goes_on_without_and_says_why(
     attach: Callable[..., everstep.Run], tmp_path: Path

@@ -84,4 +84,7 @@ def _leave_with(parent: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except BrokenPipeError:  # the trainer is dead: nobody is left to be told anything
+        os._exit(0)

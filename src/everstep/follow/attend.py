@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -28,6 +29,8 @@ from everstep.store.segments import FrameEntry
 ON_LAG = ("spill", "wait")
 LAG_BYTES = 2 << 30
 _LAG_FRAMES = 4
+_STORE_S = 30.0
+"""A run that closes waits so long for a shadow that makes no progress with copying the log to disk."""
 _SPARE_BYTES = 256 << 20
 
 
@@ -54,6 +57,7 @@ class ShadowKeeper(Keeper):
         self._log, self._memory, self._disk = log, memory, disk
         self._folder = os.path.dirname(memory.folder)
         self._on_lag, self._max_lag_bytes = on_lag, max_lag_bytes
+        self._keep_log = keep_log and not elsewhere
         self.unfit = self._register is None
         """The shadow could not build the optimizer: then there is none, the log is on disk, and bases come from here."""
         self._last_steps: dict[str, int] = {}
@@ -219,16 +223,34 @@ class ShadowKeeper(Keeper):
         return self._talks[0].pid if self._talks and self._talks[0].is_connected else None
 
     def let_go(self) -> None:
-        """Nothing waits for the shadow from here on."""
+        """Training does not wait for the shadow from here on."""
         self._hurries = True
-        if self._least is not None:
-            self._least.close()
         with self._progressed:
             self._progressed.notify_all()
+
+    def store_log(self) -> None:
+        """Return when the shadow has copied the log to disk, if it is to; or stops doing it, and that is said."""
+        if not self._keep_log or self.unfit:
+            return
+        stored, deadline = -2, 0.0
+        with self._progressed:
+            while stored < self._durable:
+                now = min(talk.progress.durable for talk in self._talks)
+                if now > stored:
+                    stored, deadline = now, time.monotonic() + _STORE_S
+                elif time.monotonic() > deadline:
+                    self.say(
+                        f"the shadow has not stored all of the log within {_STORE_S:.0f} s: of the steps after {max(stored, 0)} "
+                        "only bases are left"
+                    )
+                    return
+                self._progressed.wait(0.1)
 
     def close(self, *, finish: bool = False) -> None:
         """Let the shadows go: with `finish` they end, else they stay for whoever comes next."""
         self.let_go()
+        if self._least is not None:
+            self._least.close()
         for talk in self._talks:
             talk.close(finish=finish)
         super().close(finish=finish)

@@ -241,6 +241,7 @@ def _line(
         _add_bases(line, span)
         for segment in _segments(line, span):
             _add_segment(line, span, segment)
+    _miss_whole_log(line)
     if check_tail:
         _cut_torn_tail(line)
     for span in spans:
@@ -340,6 +341,15 @@ def _add_segment(line: Line, span: Span, segment: Segment) -> None:
     )
     if span.high is None and not any(s.first_step > following for s in others):
         line.lost_from = following
+
+
+def _miss_whole_log(line: Line) -> None:
+    """The newest generation's log had begun, and no file of it is there, nor a base after which retention removes them."""
+    span = line.spans[0]
+    has_begun = span.generation in line.listing.timelines[span.timeline].logs
+    if has_begun and not _segments(line, span) and not any(step > span.low for step in line.bases):
+        line.problems.append(f"the log of generation {span.generation}, which begins at step {span.low + 1}, is missing")
+        line.lost_from = span.low + 1
 
 
 def _cut_torn_tail(line: Line) -> None:

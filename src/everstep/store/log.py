@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -98,14 +98,17 @@ class LogWriter:
 
     def __init__(
         self, place: Place, *, run: str, timeline: int, generation: int, rank: int, fingerprint: dict[str, Any],
-        chained: bool = True,
+        chained: bool = True, on_begun: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
+        """`on_begun` is called when the first segment on a disk is durable, before anything in it counts as that."""
         self.place = place
         """Of the next segment. Setting another begins a new one."""
         self._run, self._timeline, self._generation, self._rank = run, timeline, generation, rank
         self._fingerprint = fingerprint
         self._chained = chained
         """Whether a finished segment names the next one, so that its loss is noticed; not if that may be in memory."""
+        self._on_begun = on_begun
+        self._has_begun = False
         self._seeds: dict[str, int] = {}
         self._file: Appender | None = None
         self._file_place = place
@@ -255,6 +258,9 @@ class LogWriter:
         if not self._folder_synced:
             self._file_place.sync_folder()
             self._folder_synced = True
+        if not self._has_begun and not self.in_memory:
+            self._on_begun()
+            self._has_begun = True
 
     def sync_if_open(self) -> None:
         """sync(), if there is an open segment; finished ones are on stable storage anyway."""

@@ -168,6 +168,10 @@ class RunPath:
         name = f"{document.generation:06d}.json"
         files.write_whole(os.path.join(self.generations(document.timeline), name), documents.encode(document))
 
+    def log_has_begun(self, timeline: int, generation: int) -> None:
+        """This rank's log of the generation is on disk from now on: should it be missing, that is damage. Durable on return."""
+        files.write_whole(os.path.join(self.generations(timeline), f"{generation:06d}.log-{self.rank:05d}"), b"begun\n")
+
     def read_generation(self, timeline: int, generation: int) -> GenerationDocument:
         path = os.path.join(self.generations(timeline), f"{generation:06d}.json")
         return documents.decode(files.read_whole(path), GenerationDocument, path)
@@ -373,6 +377,8 @@ class TimelineListing:
     partial: list[str] = field(default_factory=list)
     """Bases of which only parts are here."""
     kept: KeptDocument = field(default_factory=lambda: KeptDocument(0))
+    logs: set[int] = field(default_factory=set)
+    """Generations whose log has been on disk."""
 
 
 @dataclass
@@ -429,6 +435,9 @@ def _read_timeline(listing: Listing, number: int, part: Part | None) -> None:
     _read_kept(path, number, timeline)
     listing.timelines[number] = timeline
     for name in files.listing(path.generations(number)):
+        begun = re.fullmatch(r"(\d{6,})\.log-(\d{5,})", name)
+        if begun and int(begun[2]) == path.rank:
+            timeline.logs.add(int(begun[1]))
         if not re.fullmatch(r"\d{6,}\.json", name):
             continue
         file = os.path.join(path.generations(number), name)

@@ -68,7 +68,7 @@ def remove(shared: str, ranks: Collection[int], *, everything: bool = False) -> 
         for folder in log_folders(shared, rank):
             shutil.rmtree(folder, ignore_errors=True)
     others = [name for name in os.listdir(shared) if name.startswith("log-")] if os.path.isdir(shared) else []
-    if everything or (ranks and not others):
+    if everything or not others:
         shutil.rmtree(shared, ignore_errors=True)
 
 
