@@ -17,7 +17,7 @@ from everstep import errors
 from everstep.errors import EverstepError
 
 if TYPE_CHECKING:
-    from everstep import data, layout
+    from everstep import compress, data, layout
     from everstep.capture.early import early_hook
     from everstep.fold import register
     from everstep.restore.history import History
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "EverstepError", "History", "Retention", "Run", "attach", "data", "early_hook", "errors", "layout", "open", "register",
+    "EverstepError", "History", "Retention", "Run", "attach", "compress", "data", "early_hook", "errors", "layout", "open",
+    "register",
 ]  # fmt: skip
 
 # torch is imported by the first name that needs it, not by `everstep --help`.
@@ -37,6 +38,7 @@ _WHERE = {
     "Retention": ("everstep.store.retention", "Retention"),
     "Run": ("everstep.run", "Run"),
     "attach": ("everstep.run", "attach"),
+    "compress": ("everstep.compress", ""),
     "data": ("everstep.data", ""),
     "early_hook": ("everstep.capture.early", "early_hook"),
     "layout": ("everstep.layout", ""),

@@ -23,7 +23,7 @@ import msgspec
 import torch
 from torch.optim import Optimizer
 
-from everstep import sharding, tree
+from everstep import payloads, sharding, tree
 from everstep.capture.early import Early
 from everstep.capture.pending import (
     Item,
@@ -229,8 +229,10 @@ class Tap:
             optimizer.register_load_state_dict_post_hook(lambda _: recorder.state_loaded(name)),
         ]
         self._wrap_zero_grad()
+        payloads.readers.add(self)
 
     def detach(self) -> None:
+        payloads.readers.discard(self)
         if self._early is not None:
             self._early.remove()
         for handle in self._handles:
@@ -466,7 +468,9 @@ class Tap:
         seal = Seal()
         versions = None if -1 in self._versions else self._versions
         self._held = _Held(self.params, self._grads, seal, versions, grad_of=self._grad_of)
-        self._held.update = update = PendingUpdate(self.name, self.uids, self._grads, seal, num_bytes=self.param_bytes)
+        self._held.update = update = PendingUpdate(
+            self.name, self.uids, self._grads, seal, num_bytes=self.param_bytes, payloads=payloads.take(self.params)
+        )
         self._recorder.put(update)
 
     def _take_back(self) -> None:
@@ -488,7 +492,10 @@ class Tap:
                 self._copies = self._copy(now)
         deviation = self._compare(now)
         if self._copies is not None:
-            update = PendingUpdate(self.name, self.uids, self._copies, None, self._scale, num_bytes=self.param_bytes)
+            update = PendingUpdate(
+                self.name, self.uids, self._copies, None, self._scale, num_bytes=self.param_bytes,
+                payloads=payloads.take(self.params),
+            )  # fmt: skip
             self._held = _Held(self.params, self._grads, None, grad_of=self._grad_of)
             if self._deviations < MAX_DEVIATIONS:
                 self._held.copies = [c for c in self._copies if c is not None]
@@ -500,7 +507,9 @@ class Tap:
             seal = Seal()
             grads, shared = _unshared(self._grads)
             self._never_shared = not shared
-            update = PendingUpdate(self.name, self.uids, grads, seal, num_bytes=self.param_bytes)
+            update = PendingUpdate(
+                self.name, self.uids, grads, seal, num_bytes=self.param_bytes, payloads=payloads.take(self.params)
+            )
             kept = [None if s else g for g, s in zip(self._grads, shared, strict=True)] if shared else grads
             self._held = _Held(self.params, kept, seal, grad_of=self._grad_of)
         if self._trial is not None:
