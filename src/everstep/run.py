@@ -204,7 +204,10 @@ class Run:
         inventory = take_inventory(self._models, self._optimizers, self._declared)
         cursors.capture_extras(extras)
         self._ranks = Ranks.current()
-        described = None if self._compress is None else self._compress.describe()
+        described = None
+        if self._compress is not None:
+            described = self._compress.describe()
+            self._compress.position()  # what cannot be stored is told of now
         check_same([msgspec.json.encode(d).decode() for d in self._ranks.gather("tell how they compress", described)])
         self._declared.check(self._ranks.gather("match their layouts", sorted(inventory.matched)))
         if self._ranks.size > 1 and mode != "delta":

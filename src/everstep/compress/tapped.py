@@ -53,7 +53,7 @@ class Tapped:
             agree(self.describe(), self.process_group or dist.group.WORLD, buffer.device)
             self._agreed = True
         future: Any = self._hook(state, bucket)
-        if not isinstance(future, Future):
+        if not isinstance(future, torch._C.Future):
             raise UsageError(
                 f"{self.describe()['hook']} returned a {type(future).__name__}; a communication hook returns a "
                 "torch.futures.Future of one tensor"
