@@ -21,9 +21,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import everstep  # noqa: E402
-from everstep.compress import Half, Quantize, TopK, tap  # noqa: E402
-from support import crash, equal  # noqa: E402
+import everstep
+from everstep.compress import Half, Quantize, TopK, tap
+from support import crash, equal
 
 STEPS, CRASH_AT = 9, 6
 OPTIONS: dict[str, Any] = {"quiet": True, "follower": False, "durability": "os"}
@@ -148,9 +148,7 @@ def work(rank: int, folder: str, world: int, cases: list[str]) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
-    found = {
-        case: SPECIAL[case](Path(folder) / case) if case in SPECIAL else differences(case, Path(folder) / case) for case in cases
-    }
+    found = {c: SPECIAL[c](Path(folder) / c) if c in SPECIAL else differences(c, Path(folder) / c) for c in cases}
     Path(folder, f"found-{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 

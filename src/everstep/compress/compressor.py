@@ -185,7 +185,7 @@ class Compressor(Generic[P]):
                     payloads.leave(params[i], payload)
             return buffer
 
-        return _then(_done(mine) if world == 1 else self.exchange(mine, seeds, group), finish)
+        return _then(_done(mine) if world == 1 or not mine else self.exchange(mine, seeds, group), finish)
 
     def _odd(self, wholes: list[torch.Tensor], group: Any) -> list[bool]:
         """Which gradients have elements that are not finite, on any rank."""
