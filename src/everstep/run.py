@@ -271,7 +271,8 @@ class Run:
             found = take_inventory(self._models, self._optimizers, self._declared)
             names = {a.uid: f"{a.owner}/{a.name}" for a in found.layout.atoms}
             self._compress.bind({names[uid]: p for uid, p in found.params().items() if p.requires_grad})
-            self._models[RESIDUALS] = self._compress.residuals
+            if self._compress.error_feedback:
+                self._models[RESIDUALS] = self._compress.residuals
 
     def _open_run(self) -> RunDocument:
         """The run's document and this rank's right to write; rank 0 makes the run if there is none."""

@@ -9,7 +9,7 @@ step.
 # No `from __future__ import annotations`: DDP looks at the annotations of hooks, and wants classes.
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -63,12 +63,12 @@ class Tapped:
             # The first time, here: what is raised in a future loses its type.
             self._check(future.wait(), buffer)
             self._checked.add(key)
-            return future
+            return cast("Future[torch.Tensor]", future)
 
         def check(done: "Future[Any]") -> torch.Tensor:
             return self._check(done.value(), buffer)
 
-        return future.then(check)
+        return cast("Future[torch.Tensor]", future.then(check))
 
     def _check(self, result: Any, buffer: torch.Tensor) -> torch.Tensor:
         found = result[0] if isinstance(result, (list, tuple)) and len(result) == 1 else result
