@@ -196,7 +196,8 @@ def _tell(found: dict[str, Any], json: bool, show: Callable[[dict[str, Any]], No
 def _print_frames(found: dict[str, Any]) -> None:
     console().print(f"{found['num_parameters']:,} parameters, full state {megabytes(found['state_bytes'])}")
     for codec, each in found["codecs"].items():
-        console().print(f"  {codec:9} {megabytes(each['frame_bytes']):>10} a step, 1/{each['times_smaller']:.1f} of the state")
+        size, times = megabytes(each["frame_bytes"]), each["times_smaller"]
+        console().print(f"  {codec:9} {size:>10} a step, 1/{times:.1f} of the state")
 
 
 def _print_reshard(found: dict[str, Any]) -> None:
