@@ -59,7 +59,7 @@ def overhead(
     from everstep.bench.workloads import CODECS
 
     if codec not in CODECS:
-        raise typer.BadParameter(f"codec must be one of {', '.join(CODECS)}, not {codec!r}")
+        raise typer.BadParameter(f"--codec must be one of {', '.join(CODECS)}, not {codec!r}")
     folder = _folder(folder)
     found = _begin("overhead", folder)
     found["measurements"] = []
