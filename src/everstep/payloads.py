@@ -107,9 +107,11 @@ def leave(param: torch.Tensor, payload: Payload) -> None:
     _known[key] = (weakref.ref(param, lambda _: _known.pop(key, None)), payload)
 
 
-def take(params: Sequence[torch.Tensor]) -> list[Payload | None] | None:
-    """What was left for each of these parameters since the last time; None: nothing for any."""
+def take(params: Sequence[torch.Tensor], others: Sequence[torch.Tensor] = ()) -> list[Payload | None] | None:
+    """What was left for each of these parameters since the last time; None: nothing for any. That of `others` is dropped."""
     if not _known:
         return None
     found: list[Any] = [_known.pop(id(p), None) for p in params]
+    for p in others:
+        _known.pop(id(p), None)
     return [entry[1] if entry is not None and entry[0]() is p else None for entry, p in zip(found, params, strict=True)]

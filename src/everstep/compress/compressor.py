@@ -164,7 +164,7 @@ class Compressor(Generic[P]):
         wholes = [self._with_residual(k, g) for k, g in zip(known, grads, strict=True)]
         odd = self._odd(wholes, group)
         for g, is_odd in zip(grads, odd, strict=True):
-            if is_odd:
+            if is_odd and world > 1:
                 dist.all_reduce(g.div_(world), group=group)
         self._leave_alone(sum(odd))
         left = [i for i, is_odd in enumerate(odd) if not is_odd]
