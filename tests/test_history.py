@@ -19,7 +19,7 @@ from everstep.errors import (
     StepNotFoundError,
     UsageError,
 )
-from truth import Truth, check_history, crash, different, live_state, tree_hash
+from truth import Truth, check_history, check_resume, crash, different, live_state, tree_hash
 
 
 def build() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -92,6 +92,15 @@ def test_resuming_the_latest_step_by_number_opens_no_timeline(tmp_path: Any) -> 
     train(tmp_path / "run", 2, at=5)
     assert everstep.open(tmp_path / "run").timelines == [1]
     assert everstep.open(tmp_path / "run").steps == list(range(8))
+
+
+def test_a_fork_from_before_the_step_that_its_parent_began_at_stands_for_itself(tmp_path: Any) -> None:
+    train(tmp_path / "run", 6)
+    train(tmp_path / "run", 0)  # begins at step 6
+    train(tmp_path / "run", 2, at=3)
+    again = train(tmp_path / "run", 1)
+    assert min(again.states) == 5 and everstep.open(tmp_path / "run").steps == [0, 1, 2, 3, 4, 5, 6]
+    assert everstep.open(tmp_path / "run").verify(deep=True).ok
 
 
 def test_resuming_step_zero_begins_again(tmp_path: Any) -> None:
@@ -338,6 +347,45 @@ def test_two_models_come_back_under_their_own_keys(tmp_path: Any) -> None:
     state = everstep.open(tmp_path / "run").state()
     assert set(state["model"]) == {"g", "d"} and set(state["optimizer"]) == {"g_opt", "d_opt"}
     assert set(state["optimizer"]["g_opt"]["state"]) == {"weight", "bias"}
+
+
+def test_a_model_and_an_optimizer_may_have_the_same_name(tmp_path: Any) -> None:
+    def build_two() -> tuple[dict[str, nn.Module], dict[str, torch.optim.Optimizer]]:
+        torch.manual_seed(1)
+        models = {"g": nn.Linear(2, 2), "d": nn.Linear(2, 2)}
+        stray = nn.Parameter(torch.zeros(3))  # of an optimizer, and in no model
+        return models, {k: torch.optim.Adam([*m.parameters(), *([stray] if k == "g" else [])]) for k, m in models.items()}
+
+    models, optimizers = build_two()
+    run = everstep.attach(models, optimizers, tmp_path / "run", quiet=True, follower=False)
+    truth = Truth(run, models, optimizers)
+    truth.resume()
+    for _ in range(3):
+        for name, optimizer in optimizers.items():
+            loss = models[name](torch.randn(3, 2)).sum() + optimizers["g"].param_groups[0]["params"][-1].sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        truth.commit()
+    crash(run)
+    check_history(tmp_path / "run", truth)
+    check_resume(tmp_path / "run", build_two, truth, 3)
+    state = everstep.open(tmp_path / "run").state()
+    assert {name: set(values) for name, values in state["model"].items()} == {k: {"weight", "bias"} for k in "gd"}
+    assert set(state["optimizer"]["g"]["state"]) == {"weight", "bias", "param_groups.0.2"}
+
+
+def test_one_optimizers_parameters_of_the_same_name_in_two_models_are_told_apart(tmp_path: Any) -> None:
+    models = {"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)}
+    optimizer = torch.optim.Adam([p for m in models.values() for p in m.parameters()])
+    with everstep.attach(models, optimizer, tmp_path / "run", quiet=True, follower=False) as run:
+        run.resume()
+        models["b"](models["a"](torch.randn(3, 2))).sum().backward()
+        optimizer.step()
+        run.commit()
+    found = everstep.open(tmp_path / "run").state()["optimizer"]
+    assert list(found["state"]) == found["param_groups"][0]["params"] == ["a.weight", "a.bias", "b.weight", "b.bias"]
+    assert torch.equal(found["state"]["b.bias"]["exp_avg"], optimizer.state[models["b"].bias]["exp_avg"])
 
 
 def test_a_run_with_no_step_yet_says_so(tmp_path: Any) -> None:

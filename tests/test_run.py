@@ -68,13 +68,14 @@ def test_resume_works_once(tmp_path: Any) -> None:
             run.resume()
 
 
-def test_a_closed_run_is_of_no_use(tmp_path: Any) -> None:
+def test_a_closed_run_tells_where_it_ended_and_is_of_no_other_use(tmp_path: Any) -> None:
     model, optimizer = build()
     run = everstep.attach(model, optimizer, tmp_path / "run", quiet=True)
     run.resume()
     run.close()
     run.close()
-    for call in (run.resume, run.commit, run.flush, lambda: run.step, run.stats):
+    assert run.step == run.durable_step == run.stats()["step"] == 0
+    for call in (run.resume, run.commit, run.flush):
         with pytest.raises(UsageError, match="closed"):
             call()
 
@@ -386,6 +387,24 @@ def test_steps_resumes_by_itself_and_commits_every_turn(tmp_path: Any) -> None:
     check_history(tmp_path / "run", truth)
 
 
+@pytest.mark.parametrize("where", ["before the update", "after the update"])
+def test_a_pass_that_was_left_by_break_goes_on_after_the_run_was_closed(where: str, tmp_path: Any) -> None:
+    seen: list[int] = []
+    for stop in (3, 5, 100):
+        model, optimizer = build()
+        with everstep.attach(model, optimizer, tmp_path / "run", quiet=True, follower=False) as run:
+            for batch in run.steps(range(8)):
+                if where == "before the update" and run.step == stop:
+                    break
+                seen.append(batch)
+                model(torch.randn(3, 4)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if where == "after the update" and run.step + 1 == stop:
+                    break
+    assert seen == list(range(8)) and run.step == 8
+
+
 def test_a_loop_over_epochs_with_a_scheduler_per_epoch_comes_back(tmp_path: Any) -> None:
     def objects() -> tuple[Any, ...]:
         model, optimizer = build()
@@ -508,7 +527,7 @@ def test_real_schedulers_come_back(tmp_path: Any) -> None:
     [
         {"mode": "fast"}, {"durability": "maybe"}, {"on_error": "ignore"}, {"audit": "none"}, {"max_inflight_steps": 0},
         {"base_interval": 0}, {"unknown": 1}, {"retention": {"bases": 0}}, {"retention": {"max_bytes": -1}},
-        {"extras": {"x": 3}}, {"extras": {1: None}},
+        {"retention": {"steps": 3}}, {"retention": 3}, {"extras": {"x": 3}}, {"extras": {1: None}}, {"extras": [3]},
     ],
     ids=str,
 )  # fmt: skip
@@ -523,13 +542,23 @@ def test_wrong_options_are_refused_before_anything_is_written(options: Any, tmp_
     "objects",
     [
         lambda m, o: (o, m), lambda m, o: (m, None), lambda m, o: ({}, o), lambda m, o: (m, {}),
-        lambda m, o: ({"a": m}, {"a": o}), lambda m, o: ({1: m}, o), lambda m, o: (m, [o]),
+        lambda m, o: ({1: m}, o), lambda m, o: (m, [o]),
     ],
 )  # fmt: skip
 def test_wrong_objects_are_refused_before_anything_is_written(objects: Any, tmp_path: Any) -> None:
     with pytest.raises(EverstepError):
         everstep.attach(*objects(*build()), tmp_path / "run", quiet=True)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("path", [None, 3, b"run", "s3://bucket/run"])
+def test_what_is_no_path_of_a_folder_is_refused(path: Any, tmp_path: Any, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match="path of a folder"):
+        everstep.attach(*build(), path, quiet=True)
+    with pytest.raises(UsageError, match="path of a folder"):
+        everstep.open(path)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("model", [nn.LazyLinear(3), nn.Linear(2, 2, device="meta")], ids=["lazy", "meta"])

@@ -17,7 +17,7 @@ from everstep import errors
 from everstep.errors import EverstepError
 
 if TYPE_CHECKING:
-    from everstep import compress, data, layout
+    from everstep import compress, data, layout, tune
     from everstep.capture.early import early_hook
     from everstep.fold import register
     from everstep.restore.history import History
@@ -29,7 +29,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "EverstepError", "History", "Retention", "Run", "attach", "compress", "data", "early_hook", "errors", "layout", "open",
-    "register",
+    "register", "tune",
 ]  # fmt: skip
 
 # torch is imported by the first name that needs it, not by `everstep --help`.
@@ -44,6 +44,7 @@ _WHERE = {
     "layout": ("everstep.layout", ""),
     "open": ("everstep.restore.history", "open_run"),
     "register": ("everstep.fold", "register"),
+    "tune": ("everstep.tune", ""),
 }
 
 

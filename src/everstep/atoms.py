@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import msgspec
 import xxhash
 
@@ -34,6 +36,11 @@ def state_uid(optimizer: str, param: int, name: str) -> int:
     return uid_of("state", optimizer, f"{param:016x}", name)
 
 
+def owner_of_strays(optimizer: str, models: Collection[str]) -> str:
+    """The owner of an optimizer's parameters that no model has: not a model's name, also if both are called the same."""
+    return f"optimizer {optimizer}" if optimizer in models else optimizer
+
+
 class Atom(msgspec.Struct, frozen=True, omit_defaults=True):
     """One named tensor of the training state in its global shape."""
 
@@ -41,7 +48,7 @@ class Atom(msgspec.Struct, frozen=True, omit_defaults=True):
     role: str
     """`param` or `buffer`; optimizer state is named by state_uid and described where it is stored."""
     owner: str
-    """Key of the model it belongs to, or of the optimizer for a parameter that no model has."""
+    """Key of the model it belongs to, or owner_of_strays() of its optimizer if no model has it."""
     name: str
     shape: tuple[int, ...]
     dtype: str

@@ -13,6 +13,8 @@ from everstep.errors import CorruptionError, MismatchError, UsageError
 
 def check_extras(extras: Mapping[str, Any] | None) -> dict[str, Any]:
     """Extras as a dict; UsageError unless each has state_dict and load_state_dict."""
+    if extras is not None and not isinstance(extras, Mapping):
+        raise UsageError(f"extras must be a dict of named objects, not a {type(extras).__name__}")
     found = dict(extras or {})
     for name, extra in found.items():
         if not isinstance(name, str):

@@ -19,7 +19,7 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 from torch.optim import Optimizer
 
 from everstep import sharding, tree
-from everstep.atoms import RESIDUALS, Atom, Layout, OptimizerSpec, buffer_uid, param_uid
+from everstep.atoms import RESIDUALS, Atom, Layout, OptimizerSpec, buffer_uid, owner_of_strays, param_uid
 from everstep.boxes import Share, filled
 from everstep.errors import UsageError
 from everstep.fold import class_name
@@ -207,12 +207,13 @@ def take_inventory(
                 _add(found, inventory, model_name, prefix, module, called, patterns)
     for name, optimizer in optimizers.items():
         groups = []
+        owner = owner_of_strays(name, models)
         for g, group in enumerate(optimizer.param_groups):
             uids = []
             for i, p in enumerate(group["params"]):
                 if id(p) not in found:
-                    found[id(p)] = _Found(param_uid(name, f"param_groups.{g}.{i}"), p, "param", name,
-                                          f"param_groups.{g}.{i}")  # fmt: skip
+                    stray = f"param_groups.{g}.{i}"
+                    found[id(p)] = _Found(param_uid(owner, stray), p, "param", owner, stray)
                 uids.append(found[id(p)].uid)
             groups.append(tuple(uids))
         inventory.groups[name] = groups

@@ -1,13 +1,14 @@
 """The ranks of one training job: who stores what, and how they agree when a generation begins.
 
-They talk over the store that torch.distributed was started with, at attach and resume only; never over training's process
-groups, and never at a step.
+They talk over the store that torch.distributed was started with, at attach and resume; never over training's process
+groups, and never at a step. (With shadows, a background thread tells how far they are: Least.)
 """
 
 from __future__ import annotations
 
 import datetime
 import os
+import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ import msgspec
 import torch.distributed as dist
 import xxhash
 
-from everstep import errors
+from everstep import background, errors
 from everstep.atoms import Atom
 from everstep.boxes import Share
 from everstep.errors import EverstepError, UsageError
@@ -27,6 +28,9 @@ from everstep.naming import Inventory
 
 T = TypeVar("T")
 _WAIT = datetime.timedelta(minutes=10)
+_ROUND_S = 0.05
+_IDLE_S = 1.0
+_AGAIN_S = 1.0
 
 
 class Holding(msgspec.Struct, frozen=True, array_like=True):
@@ -194,10 +198,77 @@ class Ranks:
         """Rank 0 does it; all get what it returns, or raise what it raised."""
         return self.all(name, work if self.rank == 0 else lambda: None)[0]
 
+    def least(self, name: str, changed: Callable[[], None], say: Callable[[str], None]) -> Least:
+        """The least of a number that each rank tells. To be called by all ranks, with a name that was not used before."""
+        return Least(dist.distributed_c10d.PrefixStore(name, self._store.clone()), self.rank, self.size, changed, say)
+
     def _get(self, key: str, what: str, rank: int) -> bytes:
         _wait(self._store, key, self.rank, rank, what)
         found: bytes = self._store.get(key)
         return found
+
+
+class Least:
+    """The least of a number that each rank tells again and again, as this rank last heard. A thread does all talking.
+
+    It is late, by some _ROUND_S, and may be of different moments for different ranks; but it was right at some moment.
+    Rank 0 reads what all have said and tells the rest. While nothing changes, nothing is said.
+    """
+
+    def __init__(
+        self, store: Any, rank: int, size: int, changed: Callable[[], None], say: Callable[[str], None]
+    ) -> None:
+        self.value = -1
+        self._store, self._rank, self._size = store, rank, size
+        self._changed, self._say = changed, say
+        self._own = -1
+        self._news = threading.Event()
+        self._stopping = threading.Event()
+        self._thread = background.start(self._run, "everstep-least")
+
+    def tell(self, value: int) -> None:
+        """This rank's number from now on. Any thread; waits for nothing."""
+        if value != self._own:
+            self._own = value
+            self._news.set()
+
+    def close(self) -> None:
+        self._stopping.set()
+        self._news.set()
+        self._thread.join(_AGAIN_S)  # whoever has the store may be gone
+
+    def _run(self) -> None:
+        told: int | None = None
+        is_told = False
+        while not self._stopping.is_set():
+            # Another rank's number may have changed unless all that is known is that all are where this one is.
+            self._news.wait(_ROUND_S if self.value != self._own else _IDLE_S)
+            self._news.clear()
+            try:
+                own = self._own
+                if own != told:
+                    self._store.set(str(self._rank), str(own))
+                    told = own
+                self._hear()
+                is_told = False
+            except RuntimeError as e:
+                if not is_told and not self._stopping.is_set():
+                    self._say(f"ranks cannot tell each other how far their shadows are, which therefore do not go on: {e}")
+                is_told, told = True, None
+                self._stopping.wait(_AGAIN_S)
+            self._stopping.wait(_ROUND_S)
+
+    def _hear(self) -> None:
+        if self._rank == 0:
+            keys = [str(rank) for rank in range(self._size)]
+            found = min(map(int, self._store.multi_get(keys))) if self._store.check(keys) else -1
+            if found != self.value:
+                self._store.set("least", str(found))
+        else:
+            found = int(self._store.get("least")) if self._store.check(["least"]) else -1
+        if found != self.value:
+            self.value = found
+            self._changed()
 
 
 def _meet(store: Any, rank: int, size: int) -> str:

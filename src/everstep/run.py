@@ -13,7 +13,7 @@ import time
 import uuid
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -37,6 +37,7 @@ from everstep.errors import (
     EverstepError,
     FormatError,
     InexactWarning,
+    LinkError,
     MismatchError,
     NothingToRestoreError,
     ReplayError,
@@ -49,11 +50,13 @@ from everstep.fingerprint import fingerprint
 from everstep.fold import class_name, find_class
 from everstep.follow import recover
 from everstep.follow.arena import DamagedStateError
-from everstep.follow.attend import ON_LAG, ShadowKeeper
+from everstep.follow.attend import ON_LAG, ShadowKeeper, available_bytes
 from everstep.follow.fetch import NUM_STREAMS, find_all
+from everstep.follow.gather import Shadows, ShadowSource, common_step, leave_bases, reaches_all, writes_for
 from everstep.follow.keeper import Keeper
 from everstep.follow.shares import Partition, coupled, share_out
 from everstep.follow.ship import STAGE_BYTES, RemoteShadow
+from everstep.follow.tuned import Ground, Tuned, choose_mode
 from everstep.format.documents import RANKS, GenerationDocument, RunDocument, TimelineDocument
 from everstep.layout import Pattern
 from everstep.link import addresses
@@ -68,8 +71,13 @@ from everstep.store import files, shared
 from everstep.store.log import DiskPlace, LogWriter
 from everstep.store.retention import Retention
 from everstep.store.runs import Listing, RunPath, WriterLock, describe_writer, read_listing
+from everstep.tune.averages import Counters
+from everstep.tune.choice import MAX_BATCH, Decision
+from everstep.tune.model import Limits, Setting
 
-MODES = ("delta", "shadow")
+MODES = ("delta", "shadow", "auto")
+_SEEN_STEPS = 4096
+"""So many of the newest steps are told to other ranks."""
 PACE_AFTER = 50
 """Steps after which the measured pace is told."""
 
@@ -123,6 +131,17 @@ class Options:
     """What compresses the gradients (everstep.compress): its own state is then part of the run's."""
     layout: Sequence[Pattern] = ()
     """What the tensors of hand-written parallelism are: see everstep.layout. DTensors need none."""
+    tune: bool = False
+    """Let measurements set `base_interval` (and `batch_steps` with durability="batch") within the limits below; what is
+    given for these is where it begins. mode="auto" does this too, and chooses the mode when the run is attached again."""
+    max_overhead: float | None = None
+    """tune: part of the training time that saving may cost, such as 0.01."""
+    max_recovery_s: float | None = None
+    """tune: what bringing a state back may take at the worst moment."""
+    max_bytes: int | None = None
+    """tune: what the run's folder may take at the worst moment."""
+    mtbf_s: float | None = None
+    """tune: seconds between failures; None: estimated from the run's own restarts."""
     segment_bytes: int = 256 << 20
     direct_io: bool | None = None
     """Bypass the page cache when writing; None: where the file system can."""
@@ -151,11 +170,45 @@ class Options:
         if not 1 <= self.shadow_streams <= 64:
             raise UsageError(f"shadow_streams must be from 1 to 64, not {self.shadow_streams}")
         if isinstance(self.retention, dict):
+            unknown = [name for name in self.retention if name not in Retention.__dataclass_fields__]
+            if unknown:
+                raise UsageError(f"retention has no {unknown[0]!r}; it has {', '.join(Retention.__dataclass_fields__)}")
             object.__setattr__(self, "retention", Retention(**self.retention))
+        if not isinstance(self.retention, Retention):
+            raise UsageError(f"retention must be an everstep.Retention, not {self.retention!r}")
         for name in ("batch_steps", "max_inflight_steps", "max_inflight_bytes", "base_interval", "segment_bytes"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.mtbf_s is not None and not (isinstance(self.mtbf_s, int | float) and self.mtbf_s > 0):
+            raise UsageError(f"mtbf_s must be a number above 0, not {self.mtbf_s!r}")
+        limited = self.ground.limits != Limits()
+        if self.tune and not self.follower:
+            raise UsageError("tune=True needs follower=True: a base that the trainer takes is not measured")
+        if not self.tune and (self.mtbf_s is not None or limited):
+            raise UsageError("max_overhead, max_recovery_s, max_bytes and mtbf_s are for tune=True or mode='auto'")
 
+    @property
+    def ground(self) -> Ground:
+        """What the tuner is told."""
+        limits = Limits(max_overhead=self.max_overhead, max_recovery_s=self.max_recovery_s, max_bytes=self.max_bytes)
+        return Ground(
+            limits=limits, failure_rate=None if self.mtbf_s is None else 1 / self.mtbf_s,
+            memory_bytes=self.max_inflight_bytes, segment_bytes=self.segment_bytes,
+        )  # fmt: skip
+
+    @property
+    def setting(self) -> Setting:
+        """Where the tuner begins."""
+        batch = self.batch_steps if self.durability == "batch" else 1
+        return Setting(base_interval=self.base_interval, batch_steps=batch, bases=self.retention.bases)
+
+    def kept_by(self, setting: Setting) -> Retention:
+        """Retention under a setting: what the user said, within the limit on bytes."""
+        if self.max_bytes is None:
+            return self.retention
+        at_most = min(self.max_bytes, self.retention.max_bytes or self.max_bytes)
+        least = min(self.retention.min_bytes, self.max_bytes)
+        return replace(self.retention, bases=setting.bases, max_bytes=at_most, min_bytes=least)
 
     @property
     def shadows(self) -> list[str]:
@@ -181,6 +234,10 @@ def attach(
         raise UsageError(f"unknown option {unknown[0]!r}; attach knows {', '.join(known)}")
     if mode != "shadow" and options.get("shadow"):
         raise UsageError(f"shadow={options['shadow']!r} needs mode='shadow'")
+    if mode == "shadow" and options.get("tune"):
+        raise UsageError("tune=True sets nothing with mode='shadow': leave it out, or use mode='auto'")
+    if mode == "auto":
+        options["tune"] = True
     return Run(model, optimizer, run, cursors.check_extras(extras), Options(**options), mode)
 
 
@@ -192,12 +249,10 @@ class Run:
     ) -> None:
         self._models = named(model, nn.Module, "model")
         self._optimizers = named(optimizer, Optimizer, "optimizer")
-        both = set(self._models) & set(self._optimizers)
-        if both:
-            raise UsageError(f"a model and an optimizer have the same name: {', '.join(sorted(both))}")
         self._extras = extras
         self._options = options
         self._mode = mode
+        self._auto: Decision | None = None
         self._declared = Declared(options.rename, tuple(options.layout))
         self._compress = options.compress
         self._bind_residuals()
@@ -210,8 +265,11 @@ class Run:
             self._compress.position()  # what cannot be stored is told of now
         check_same([msgspec.json.encode(d).decode() for d in self._ranks.gather("tell how they compress", described)])
         self._declared.check(self._ranks.gather("match their layouts", sorted(inventory.matched)))
-        if self._ranks.size > 1 and mode != "delta":
-            raise UsageError(f"mode={mode!r} is for one process; with {self._ranks.size} ranks use mode='delta'")
+        if mode == "auto":
+            mode = self._mode = self._choose_mode(RunPath(run))
+        modes = sorted(set(self._ranks.gather("say their mode", mode)))
+        if len(modes) > 1:
+            raise UsageError(f"all ranks must have one mode, not {' and '.join(modes)}")
         self._path = RunPath(run, self._ranks.rank)
         self._stored: set[int] = set()
         """With several ranks: the atoms that this one stores."""
@@ -255,6 +313,8 @@ class Run:
         self._last_cursor: dict[str, Any] = {}
         self._resume_cursor: dict[str, Any] = {}
         self._restore_s = self._fetch_s = 0.0
+        self._replayed: tuple[float, int] | None = None
+        """Seconds that loading a base and replaying so many steps took."""
         self._commits = 0
         atexit.register(self._at_exit)
         self._say(self._attach_line(inventory))
@@ -265,14 +325,28 @@ class Run:
 
     def _bind_residuals(self) -> None:
         """The residuals of error feedback are buffers of the run, by the names of their parameters."""
-        if RESIDUALS in self._models:
-            raise UsageError(f"a model cannot be called {RESIDUALS!r}: residuals of compression are stored under that")
+        if RESIDUALS in (*self._models, *self._optimizers):
+            raise UsageError(f"neither model nor optimizer can be called {RESIDUALS!r}: that is for those of compression")
         if isinstance(self._compress, Compressor):
             found = take_inventory(self._models, self._optimizers, self._declared)
             names = {a.uid: f"{a.owner}/{a.name}" for a in found.layout.atoms}
             self._compress.bind({names[uid]: p for uid, p in found.params().items() if p.requires_grad})
             if self._compress.error_feedback:
                 self._models[RESIDUALS] = self._compress.residuals
+
+    def _choose_mode(self, path: RunPath) -> str:
+        """For mode="auto": by what this run has measured so far."""
+        options = self._options
+        if self._ranks.size > 1:
+            return "delta"
+        ground = replace(options.ground, memory_bytes=available_bytes())
+        found = self._auto = choose_mode(path, ground, options.retention.bases)
+        if found is None:
+            return "delta"
+        self._say(f"everstep: {path.path}: {found.reason}")
+        if found.setting.mode == "shadow":  # that keeps to what it is started with
+            self._options = replace(options, base_interval=found.setting.base_interval)
+        return found.setting.mode
 
     def _open_run(self) -> RunDocument:
         """The run's document and this rank's right to write; rank 0 makes the run if there is none."""
@@ -321,8 +395,8 @@ class Run:
 
     @property
     def step(self) -> int:
-        """Committed steps so far. UsageError before resume()."""
-        return self._live().step
+        """Committed steps so far. UsageError before resume(); after close() the last one."""
+        return self._resumed_capture().step
 
     @property
     def epoch(self) -> int:
@@ -399,8 +473,8 @@ class Run:
         self._look_at_errors(capture)
 
     def stats(self) -> dict[str, Any]:
-        """Numbers about this run since it was attached."""
-        capture = self._live()
+        """Numbers about this run since it was attached; after close() the last ones."""
+        capture = self._resumed_capture()
         steps, num_bytes = capture.offload.inflight()
         log = self._log
         return {
@@ -414,7 +488,7 @@ class Run:
             "fetch_s": self._fetch_s,
             "commits": self._commits,
             "step_s": capture.step_s,
-            "training_thread_s": capture.thread_s + sum(t.thread_s for t in capture.taps.values()),
+            "training_thread_s": self._thread_s(capture),
             "stall_s": capture.stall_s,
             "inflight_steps": steps,
             "inflight_bytes": num_bytes,
@@ -435,6 +509,9 @@ class Run:
             **(self._keeper.stats() if self._keeper is not None else {}),
         }
 
+    def _thread_s(self, capture: Capture) -> float:
+        return capture.thread_s + sum(t.thread_s for t in capture.taps.values())
+
     def _since(self, keeper: Keeper) -> int | None:
         return self._unprotected_since if self._unprotected_since is not None else keeper.unprotected_since
 
@@ -444,8 +521,7 @@ class Run:
             return
         try:
             if self._capture is not None:
-                self._settle_pass()
-                self.commit()
+                self.commit()  # a pass that was left early goes on from there: only another one ends it
         finally:
             self._close(finish=True)
 
@@ -535,7 +611,7 @@ class Run:
         with contextlib.suppress(NothingToRestoreError):
             line = line_of(listing, check_tail=False)
         return find_all(
-            self._options.shadows, self._path, self._document.run, None if line is None else line.newest,
+            self._options.shadows, self._path, self._document.run, () if line is None else line.generations,
             token=self._token(), tls=self._tls(), num_streams=self._options.shadow_streams,
             at_least=_latest(line) if line is not None and step == "latest" else -1,
             say=lambda text: self._say(f"everstep: {self.path}: {text}") if line is not None else None,
@@ -604,6 +680,8 @@ class Run:
             self._say(f"everstep: restoring step {at} of {self.path} …")
             check_before_replay(line, at, self._models, self._optimizers, self._declared)
             restored = restore(line, at, live=self._optimizers)
+            if restored.plan is not None:
+                self._replayed = time.perf_counter() - begun, at - restored.plan.base.step
         self._fetch_s += time.perf_counter() - begun
         check_fits(restored.state, self._models, self._optimizers, self._declared)
         cursor = cursors.decode(restored.state.cursor)
@@ -662,20 +740,32 @@ class Run:
         stored = assign(held)
         self._stored, self._known, self._aliases = stored[ranks.rank], set(full.tensors), aliases_of(held)
         holding = holding_id(held, stored)
-        at: int | None = ranks.first("choose a step", lambda: self._choose_step(step, held))
+        begun = time.perf_counter()
+        asked = ranks.gather("ask shadows", self._standings())
+        seen = ranks.gather("see steps", self._seen_steps()) if any(asked) else []
+        at: int | None
+        at, source = ranks.first("choose a step", lambda: self._choose_step(step, asked, holding, seen))
         restored: list[Restored] = []
         joint: Joint | None = None
-        if at is not None:
+        if at is not None and source != "disk":
+            at, source, joint = self._from_shadows(at, source, step, asked, seen, full, held, restored)
+        if at is not None and source == "disk":
             joint = joint_of(self._path)
             self._say(f"everstep: restoring step {at} of {self.path} …")
-            found, step_found = joint, at
-            ranks.all("restore", lambda: restored.append(self._restore_part(found, step_found, full)))
+            found = Source(joint.find(at), at)
+            ranks.all("restore", lambda: restored.append(self._restore_part(found, full, held)))
+        self._fetch_s = time.perf_counter() - begun
+        from_memory = source == "memory"
+        self._dismiss_later = from_memory and self._mode != "shadow"
         timeline, generation, is_new = ranks.first(
-            "open a generation", lambda: self._agree(joint, at, step, holding)
+            "open a generation", lambda: self._agree(joint, at, step, holding, from_memory=from_memory)
         )
         cursor: dict[str, Any] = {}
+        was = 0
         if at is not None:
-            cursor = self._part_cursor(restored[0], joint, at)
+            assert joint is not None
+            was = (joint.eras[0] if from_memory else joint.find(at)).world_size
+            cursor = self._part_cursor(restored[0], was, at)
             self._apply(restored[0], cursor)
             if at and ranks.size > 1 and not self._resized_from:
                 self._warm(cursor)
@@ -684,10 +774,11 @@ class Run:
 
         def start() -> None:
             self._path.make_part(timeline)
+            self._path.remove_after(timeline, at or 0)
             if ranks.rank:
                 self._path.clean(timeline)
                 self._path.write_layout(timeline, self._inventory().layout)
-            self._start("", timeline, generation, at or 0)
+            self._start(shared.shared_folder(self._document.run, self.path), timeline, generation, at or 0)
 
         if at is None:
             ranks.first("compare their parameters", partial(check_replicas, held, ranks.gather("hash", hashes_of(full))))
@@ -699,17 +790,19 @@ class Run:
         self._saved_position, self._resume_cursor = cursor["data"], cursor
         self._restored = restored[0]
         self._proven = restored[0].proven
-        self._source = "disk"
+        self._source = "shadow" if from_memory else "disk"
         self._last_cursor = {**cursor, "rng": rng.capture()}
-        if is_new or _computes_differently(restored[0].fingerprint):
+        if ranks.rank == 0:
+            for rank in range(ranks.size, was):  # nobody goes on with these
+                recover.dismiss(self._path.part(rank), self._document.run, generation, wait_s=0.0)
+        if is_new or self._dismiss_later or _computes_differently(restored[0].fingerprint):
             self._take_base()
         else:
             self._base_ready = True
             self._durable = at
-        assert joint is not None
-        was = joint.find(at).world_size
         self._say(
             f"everstep: resumed {self.path} at step {at} on {ranks.size} rank{'s' if ranks.size > 1 else ''}"
+            f"{' from the memory of all ranks’ shadows' if from_memory else ''}"
             f"{f' (written by {was}: random numbers begin anew)' if was != ranks.size else ''}"
             f"{f', new timeline {timeline}' if is_new else ''}"
         )
@@ -724,21 +817,95 @@ class Run:
         self._orders = buckets.BucketOrders(self._models)
         self._bucket_orders = {name: list(orders) for name, orders in self._orders.value.items()}
 
-    def _choose_step(self, step: Step, held: list[list[Holding]]) -> int | None:
-        """By one process: the step to restore; None for a new run. Nothing is written."""
+    def _shadows(self) -> Shadows:
+        """Those of all ranks."""
+        options = self._options
+        return Shadows(
+            self._path, self._document.run, options.shadows, self._token(), self._tls(), options.shadow_streams
+        )
+
+    def _standings(self) -> list[int | str]:
+        """What the shadows of all ranks tell this process; nothing if the run was not written with shadows."""
+        try:
+            line = line_of(read_listing(self._path.part(0)), check_tail=False)
+        except (NothingToRestoreError, CorruptionError):
+            return []
+        return self._shadows().standings(line.generations) if line.newest.log == "memory" else []
+
+    def _from_shadows(
+        self, at: int, source: str, step: Step, asked: list[list[int | str]], seen: list[list[int]], full: Inventory,
+        held: list[list[Holding]], restored: list[Restored],
+    ) -> tuple[int | None, str, Joint]:  # fmt: skip
+        """All ranks: what their shadows hold, or bases of that. If that fails, the step to be had from disk."""
+        ranks = self._ranks
+        joint = joint_of(self._path)
+        self._say(f"everstep: taking step {at} of {self.path} from the memory of all ranks' shadows …")
+
+        def take() -> str:
+            try:
+                if source == "memory":
+                    with contextlib.closing(ShadowSource(joint.eras[0], at, self._shadows())) as found:
+                        restored.append(self._restore_part(found, full, held))
+                else:
+                    newest = joint.eras[0].newest
+                    leave_bases(self._shadows(), newest, at, writes_for(asked, ranks.rank))
+            except (LinkError, CorruptionError, StorageError) as e:
+                return f"{type(e).__name__}: {e}"
+            return ""
+
+        failed = [said for said in ranks.all("take from shadows", take) if said]
+        if not failed:
+            return at, source if source == "memory" else "disk", joint
+        restored.clear()
+        self._say_not_taken(failed[0])
+        at_disk: int | None
+        at_disk, source = ranks.first("choose a step on disk", lambda: self._choose_step(step, [], "", seen))
+        return at_disk, source, joint
+
+    def _say_not_taken(self, why: str) -> None:
+        self._say(f"everstep: {self.path}: nothing is taken from shadows: {why}; the shadows of all ranks are needed")
+
+    def _seen_steps(self) -> list[int]:
+        """The newest steps that this process could restore. Of a log in hosts' memory, others may see other parts."""
+        with contextlib.suppress(EverstepError):
+            return joint_of(self._path).steps()[-_SEEN_STEPS:]
+        return []
+
+    def _choose_step(
+        self, step: Step, asked: list[list[int | str]], holding: str, seen: list[list[int]]
+    ) -> tuple[int | None, str]:
+        """By one process: the step to restore (None for a new run), and from where: "disk"; the "memory" of all ranks'
+        shadows; or "bases" that these shadows' states must be written as first. Nothing is written."""
         if step != "latest" and (not isinstance(step, int) or isinstance(step, bool) or step < 0):
             raise UsageError(f"step must be 'latest' or a number from 0 on, not {step!r}")
         try:
             joint = joint_of(self._path)
             line = joint.eras[0].lines[0]
             latest = step == "latest" or self._forked_already(joint.listing, line, step)
+            in_memory, why = common_step(asked) if asked and all(asked) else (-1, "")
+            if in_memory >= 0 and (in_memory == step or (latest and in_memory >= _latest(joint))):
+                newest = joint.eras[0].newest
+                same = newest.holding == holding and newest.world_size == self._ranks.size
+                return in_memory, "memory" if same and reaches_all(asked) else "bases"
+            if why:
+                self._say_not_taken(why)
+            elif in_memory >= 0:
+                self._say(f"everstep: {self.path}: the shadows hold step {in_memory}; taking the state from disk")
             at = joint.latest() if latest else step
+            common = set.intersection(*map(set, seen)) if seen else {at}
+            if latest and at not in common and common:
+                at = max(common)
         except NothingToRestoreError:
             if step in ("latest", 0):
-                return None
+                return None, "disk"
             raise StepNotFoundError(f"step {step} cannot be restored: {self.path} has no steps yet") from None
         assert isinstance(at, int)
-        source = Source(joint.find(at), at)
+        joint.find(at)
+        return at, "disk"
+
+    def _restore_part(self, source: Source, full: Inventory, held: list[list[Holding]]) -> Restored:
+        """This rank's boxes of a step."""
+        at = source.step
         here = {h.uid for mine in held for h in mine}
         missing = [
             a.label()
@@ -751,11 +918,6 @@ class Run:
                 f"{', '.join(missing[:10])}. Build the same model as the run was written with; where pipeline stages name "
                 "their parameters differently, give attach(rename=...)"
             )
-        return at
-
-    def _restore_part(self, joint: Joint, at: int, full: Inventory) -> Restored:
-        """This rank's boxes of S(at)."""
-        source = Source(joint.find(at), at)
         updated = {uid for groups in full.groups.values() for group in groups for uid in group}
         restored = fetch(
             source, full.layout.by_uid(), rank=self._ranks.rank, world_size=self._ranks.size, live=self._optimizers,
@@ -781,7 +943,9 @@ class Run:
             )
         return restored
 
-    def _agree(self, joint: Joint | None, at: int | None, asked: Step, holding: str) -> list[Any]:
+    def _agree(
+        self, joint: Joint | None, at: int | None, asked: Step, holding: str, *, from_memory: bool
+    ) -> list[Any]:
         """By one process: where this generation writes. [timeline, generation, whether it needs bases first]"""
         listing = joint.listing if joint is not None else read_listing(self._path)
         self._path.require(RANKS)
@@ -796,9 +960,9 @@ class Run:
             return [timeline, generation, True]
         newest = joint.eras[0].newest
         same = newest.holding == holding and newest.world_size == self._ranks.size
-        fork = at != joint.latest() or not same
+        fork = not same or (at < _latest(joint) if from_memory else at != joint.latest())
         timeline = joint.eras[0].lines[0].timelines[0]
-        source = joint.find(at)
+        source = joint.eras[0] if from_memory else joint.find(at)
         if fork:
             timeline = max(listing.timelines) + 1
             self._path.create_timeline(
@@ -810,11 +974,9 @@ class Run:
         self._open_generation(timeline, generation, parent, at, asked_step, holding)
         return [timeline, generation, fork or source is not joint.eras[0]]
 
-    def _part_cursor(self, restored: Restored, joint: Joint | None, at: int) -> dict[str, Any]:
+    def _part_cursor(self, restored: Restored, was: int, at: int) -> dict[str, Any]:
         """The cursor for this rank: its own where the number of ranks is the same."""
         cursor = cursors.decode(restored.state.cursor)
-        assert joint is not None
-        was = joint.find(at).world_size
         if was == self._ranks.size:
             return cursor
         self._resized_from = was
@@ -934,7 +1096,8 @@ class Run:
                 self._path, timeline, generation, step, options.retention, options.base_interval,
                 follower=options.follower, optimizers=self._optimizers, say=self._say, world_size=self._ranks.size,
             )  # fmt: skip
-            if not self._dismiss_later and self._ranks.size == 1:
+            self._tune(generation)
+            if not self._dismiss_later:
                 recover.dismiss(self._path, self._document.run, generation)
             return
         settings: dict[str, Any] = {
@@ -957,8 +1120,34 @@ class Run:
             )
             for index, address in enumerate(shadows)
         ]  # fmt: skip
-        keeper = self._keeper = ShadowKeeper(*where, **settings, elsewhere=elsewhere)
+        keeper = self._keeper = ShadowKeeper(*where, **settings, elsewhere=elsewhere, ranks=self._ranks)
         self._capture.offload.on_part = keeper.part_written
+        self._tune(generation)
+
+    def _tune(self, generation: int) -> None:
+        """Hand base interval, batch size and retention to the tuner, if it may have them."""
+        capture, keeper, options, log = self._capture, self._keeper, self._options, self._log
+        assert capture is not None and keeper is not None
+        if not options.tune:
+            return
+
+        def counters() -> Counters:
+            return Counters(
+                step=capture.step, trained_s=capture.trained_s, waited_s=capture.offload.waited_s,
+                hook_s=self._thread_s(capture) + capture.stall_s - capture.offload.waited_s,
+                log_bytes=log.bytes_written, write_s=capture.offload.busy_s, sync_s=capture.offload.sync_s,
+            )  # fmt: skip
+
+        def apply(setting: Setting) -> None:
+            keeper.keep(setting.base_interval, options.kept_by(setting))
+            capture.offload.set_batch(setting.batch_steps)
+
+        keeper.tuned = Tuned(
+            self._path, generation, replace(options.setting, mode=self._mode), options.ground,
+            max_batch=MAX_BATCH if options.durability == "batch" else 1, counters=counters, apply=apply, mode=self._auto,
+        )  # fmt: skip
+        if self._replayed:
+            keeper.tuned.recovered(*self._replayed)
 
     # -- data ---------------------------------------------------------------------------------------------------------
 
@@ -997,7 +1186,7 @@ class Run:
         self._live().forget_changes()
 
     def _settle_pass(self) -> None:
-        """Commit what was done after the last batch of a pass that was left early."""
+        """Another pass begins: commit what was done after the last batch of one that was left early, which ends it."""
         if self._pass is not None:
             self._pass = None
             if self._live().pending():
@@ -1180,6 +1369,9 @@ class Run:
             raise UsageError("this Run is closed")
         if os.getpid() != self._pid:
             raise UsageError("this Run belongs to the parent process: attach in the process that trains")
+        return self._resumed_capture()
+
+    def _resumed_capture(self) -> Capture:
         if self._capture is None:
             raise UsageError("call run.resume() first, or iterate over run.steps(loader)")
         return self._capture
@@ -1232,7 +1424,7 @@ def _note_on(optimizer: Optimizer) -> str:
     return ""
 
 
-def _latest(line: Line) -> int:
+def _latest(line: Line | Joint) -> int:
     """The newest step in files; damage there does not matter where a shadow has the state."""
     try:
         return line.latest()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -441,3 +443,55 @@ def test_an_unknown_optimizer_that_cannot_be_replayed_is_said_to_cost_more(tmp_p
         truth = train(tmp_path / "run", build, body)
     check_history(tmp_path / "run", truth)
     check_resume(tmp_path / "run", build, truth, STEPS)
+
+
+def test_an_optimizer_that_draws_random_numbers_draws_the_same_with_everstep(tmp_path: Any) -> None:
+    class Noisy(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for p in self.param_groups[0]["params"]:
+                p.add_(torch.randn_like(p), alpha=0.01 * (1 + random.random() + float(np.random.rand())))
+
+    def go(attached: bool) -> tuple[torch.Tensor, ...]:
+        model = mlp()
+        optimizer = Noisy(model.parameters(), lr=0.1)
+        random.seed(5)
+        np.random.seed(5)
+        run = everstep.attach(model, optimizer, tmp_path / "run", quiet=True, follower=False) if attached else None
+        if run is not None:
+            run.resume()
+        for _ in range(3):
+            loss_of(model).backward()
+            optimizer.step()
+            if run is not None:
+                run.commit()
+        if run is not None:
+            crash(run)
+        return (*model.parameters(), torch.get_rng_state(), torch.tensor([random.random(), np.random.rand()]))
+
+    alone = go(False)
+    with pytest.warns(InexactWarning, match="Noisy"):
+        assert all(map(torch.equal, alone, go(True)))
+
+
+def test_a_counter_outside_of_an_optimizers_state_is_named(tmp_path: Any) -> None:
+    class Counting(torch.optim.SGD):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self.num_updates = 0
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            super().step()
+            self.num_updates += 1
+
+    def build() -> Built:
+        model = mlp()
+        return model, Counting(model.parameters(), lr=0.1)
+
+    def body(t: int, model: Any, optimizer: Any) -> None:
+        loss_of(model).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with pytest.warns(InexactWarning, match="num_updates.*not stored"):
+        train(tmp_path / "run", build, body)

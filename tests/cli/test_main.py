@@ -26,11 +26,13 @@ def test_help_does_not_import_torch():
 
 def test_help_names_every_verb():
     out = runner.invoke(app, ["--help"]).output
-    for verb in ("steps", "plan-restore", "verify", "bench"):
+    for verb in ("steps", "plan-restore", "verify", "plan", "tune", "bench"):
         assert verb in out
 
 
-@pytest.mark.parametrize("verb", [["steps"], ["plan-restore"], ["verify"], ["steps", "--json"], ["verify", "--deep"]])
+@pytest.mark.parametrize(
+    "verb", [["steps"], ["plan-restore"], ["verify"], ["tune"], ["steps", "--json"], ["verify", "--deep"]]
+)
 def test_a_path_without_a_run_is_one_line_on_stderr_and_exit_code_2(tmp_path, verb):
     done = runner.invoke(app, [*verb, str(tmp_path / "nothing")])
     assert done.exit_code == 2

@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -149,6 +150,8 @@ class Case:
     run: Finished
     changed: dict[str, bytes | None]
     story: str
+    folder: str = ""
+    """This one is gone, with all that was in it."""
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         printer.text(f"<{self.story}>")
@@ -217,6 +220,8 @@ def lay_out(case: Case, path: str) -> None:
         if content is not None:
             with open(os.path.join(path, relative), "wb") as f:
                 f.write(content)
+    if case.folder:
+        shutil.rmtree(os.path.join(path, case.folder))
 
 
 # -- what must hold ---------------------------------------------------------------------------------------------------
@@ -368,6 +373,18 @@ def _each(run: Finished, shm: str, contents: Callable[[bytes], bytes | None]) ->
 @pytest.mark.parametrize("how", ["closed", "killed"])
 def test_any_one_file_may_be_deleted(how: str, closed: Finished, killed: Finished, shm: str) -> None:
     _each(closed if how == "closed" else killed, shm, lambda content: None)
+
+
+def test_any_one_folder_may_be_deleted(closed: Finished, shm: str) -> None:
+    folders = {parent for name in closed.files for parent in map(str, Path(name).parents)}
+    for folder in sorted(folders - {".", "timelines", "timelines/0002"}):  # without these it is a run that never got so far
+        gone = {name: None for name in closed.files if name.startswith(f"{folder}/")}
+        case = Case(closed, dict(gone), folder, folder)
+        try:
+            check(case, f"{shm}/case", [0, 5, 15], old_line=True)
+            check_resume(case, f"{shm}/case")
+        except AssertionError as e:
+            raise AssertionError(f"{folder}: {e}") from e
 
 
 @pytest.mark.long

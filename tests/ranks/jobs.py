@@ -19,6 +19,7 @@ from support import equal
 
 STEPS = 3
 OPTIONS: dict[str, Any] = {"quiet": True, "audit": "full", "durability": "os"}
+SHADOWED: dict[str, Any] = {"quiet": True, "mode": "shadow", "shadow_idle_s": 60.0}
 
 
 def train_plainly(layout: str, optimizer: str, steps: int) -> list[float]:
@@ -88,6 +89,53 @@ def go_on(layout: str, kind: str, run_path: str, source: str, same: bool) -> tup
         if same:
             problems += differences(torch.load(Path(source) / "later.pt"), now, f"after {STEPS} more steps")
     return problems, losses
+
+
+def leave_to_shadows(layout: str, kind: str, run_path: str, memory: str) -> list[float]:
+    """Train STEPS steps with shadows in this folder, and leave without closing when they have all of it; the losses."""
+    os.environ["EVERSTEP_SHARED"] = memory
+    training = LAYOUTS[layout].build(kind)
+    losses = []
+    run = everstep.attach(training.model, training.optimizer, run_path, **SHADOWED)
+    assert run.resume() == 0
+    for i in range(STEPS):
+        losses.append(training.step(global_batch(i)))
+        run.commit()
+    wait_for_shadows(run)
+    together()
+    run._close(finish=False)
+    return losses
+
+
+def go_on_from_shadows(
+    layout: str, kind: str, run_path: str, memory: str, source: str
+) -> tuple[list[str], list[float]]:
+    """Resume what leave_to_shadows has left and train STEPS more steps; where the run differs from the state at the end (on
+    rank 0); the losses. `source`: from where it must come."""
+    os.environ["EVERSTEP_SHARED"] = memory
+    training = LAYOUTS[layout].build(kind)
+    with everstep.attach(training.model, training.optimizer, run_path, **SHADOWED) as run:
+        assert run.resume() == STEPS
+        assert run.stats()["resumed_from"] == source, run.stats()
+        losses = [train_and_commit(run, training, i) for i in range(STEPS, 2 * STEPS)]
+        wait_for_shadows(run)  # the new layout's, if it is another
+    now = whole_state(training)
+    together()
+    return differences(now, stored(run_path), f"in the run after {STEPS} more steps") if is_first() else [], losses
+
+
+def train_and_commit(run: everstep.Run, training: Any, step: int) -> float:
+    loss: float = training.step(global_batch(step))
+    run.commit()
+    return loss
+
+
+def wait_for_shadows(run: everstep.Run) -> None:
+    run.flush()
+    deadline = time.monotonic() + 60
+    while run.stats()["folded_step"] < run.step:
+        assert time.monotonic() < deadline, run.stats()
+        time.sleep(0.005)
 
 
 def stored(run_path: str | Path) -> dict[str, Any]:

@@ -2,59 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from killing import launch
 
 import everstep
 from everstep.restore.join import joint_of
 from everstep.store.runs import RunPath
-
-HERE = Path(__file__).resolve().parent
-
-
-def launch(path: Path, steps: int, world: int = 2, **orders: Any) -> dict[str, Any] | None:
-    """What rank 0 printed, or None if it did not live to do so. When one rank dies the others are killed: torchrun does."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    common = {**os.environ, "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    command = [sys.executable, str(HERE / "kill_training.py"), str(path), str(steps), json.dumps(orders)]
-    ranks = [
-        subprocess.Popen(
-            command, env={**common, "RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(world)
-    ]
-    try:
-        for _ in range(400):
-            codes = [p.poll() for p in ranks]
-            if all(code is not None for code in codes):
-                break
-            killed = [r for r, code in enumerate(codes) if code not in (None, 0)]
-            expected = {int(r) for r in orders.get("kill_at", {})} or {orders.get("kill_in_resume")}
-            if killed and (expected <= set(killed) or not expected & set(killed)):
-                break
-            try:
-                ranks[next(r for r, code in enumerate(codes) if code is None)].wait(0.25)
-            except subprocess.TimeoutExpired:
-                continue
-    finally:
-        for p in ranks:
-            p.kill()
-    said = [p.communicate() for p in ranks]
-    if not {"kill_at", "kill_in_resume"} & orders.keys() and any(p.returncode for p in ranks):
-        pytest.fail("\n".join(err for _, err in said))
-    lines = [line for line in said[0][0].splitlines() if line.startswith("{")]
-    found: dict[str, Any] | None = json.loads(lines[-1]) if lines else None
-    return found
 
 
 @pytest.fixture(scope="module")

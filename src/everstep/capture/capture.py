@@ -102,6 +102,9 @@ class Capture:
         self.thread_s = 0.0
         self.stall_s = 0.0
         self.step_s = 0.0
+        self.trained_s = 0.0
+        """Time of all steps, stalls included, pauses left out."""
+        self._stall_before_s = 0.0
         self._last_commit = time.perf_counter()
         self._last_audit: Audit | None = None
         self._cursor: dict[str, Any] | None = None
@@ -202,6 +205,8 @@ class Capture:
         took, self._last_commit = ended - self._last_commit, ended
         # A pause (validation, a debugger) is not a step.
         self.step_s = took if self.step_s == 0.0 else 0.9 * self.step_s + 0.1 * min(took, 2 * self.step_s)
+        stalled, self._stall_before_s = self.stall_s - self._stall_before_s, self.stall_s
+        self.trained_s += stalled + min(max(took - stalled, 0.0), 2 * self.step_s)
         if not self.offload.has_room():
             self.settle()
             self.stall_s += self.offload.wait_for_room()

@@ -96,6 +96,8 @@ class Offload:
         self.error: BaseException | None = None
         self.busy_s = 0.0
         self.sync_s = 0.0
+        self.waited_s = 0.0
+        """The training thread's waiting for room."""
         self.frame_bytes = 0
         self._thread = background.start(self._run, "everstep-write")
 
@@ -113,6 +115,11 @@ class Offload:
         self._handed_steps += 1
         self._jobs.put(pending)
 
+    def set_batch(self, steps: int) -> None:
+        """From now on so many steps a sync, if `durability` is "batch". Any thread."""
+        if self._durability == "batch":
+            self._batch_steps = steps
+
     def dispose(self, tensors: list[Any]) -> None:
         """Drop references in the writer thread: freeing large memory takes time."""
         self._jobs.put(_Trash(tensors))
@@ -126,7 +133,9 @@ class Offload:
         begun = time.perf_counter()
         with self._room:
             self._room.wait_for(lambda: self.has_room() or self.error is not None)
-        return time.perf_counter() - begun
+        took = time.perf_counter() - begun
+        self.waited_s += took
+        return took
 
     def flush(self, *, hard: bool = False) -> None:
         """Return when everything handed over is durable, or has failed (see `error`).

@@ -211,6 +211,7 @@ class Tap:
         """A step raised: what it left behind is unknown."""
         self._writes_grads = False
         self._trials_left = 2
+        self._warned_unkept = False
         self._trial: Trial | None = None
         self._at_commit: list[torch.Tensor | None] = []
         self._carries = True
@@ -549,6 +550,15 @@ class Tap:
         trial, self._trial = self._trial, None
         assert trial is not None
         self._trials_left -= 1
+        unkept = trial.unkept()
+        if unkept and not self._warned_unkept:
+            self._warned_unkept = True
+            self._recorder.warn(
+                f"{class_name(type(self.optimizer))} ({self.name!r}) counts in {', '.join(unkept)}, outside of its state "
+                "and param_groups: that is not stored, and begins anew when the run is resumed. Keep it in a group, in the "
+                "state of a parameter, or in an object of extras",
+                InexactWarning,
+            )
         wrong = trial.differs(update)
         if wrong:
             self.overwrite, self._held = True, None

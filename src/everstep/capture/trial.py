@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from everstep import sharding, tree
+from everstep import rng, sharding, tree
 from everstep.atoms import Layout, OptimizerSpec
 from everstep.capture.pending import PendingUpdate
 from everstep.fold import Folder, OptimizerState, State, class_name
@@ -57,6 +57,7 @@ class Trial:
     ) -> None:
         self._name, self._optimizer, self._uids, self._groups = name, optimizer, uids, groups
         self._params = params
+        self._numbers = _numbers_of(optimizer)
         self._hyper = [tree.pack({k: v for k, v in g.items() if k != "params"}, path=name) for g in optimizer.param_groups]
         self._before = {u: _copy(sharding.local(p)) for u, p in zip(uids, params, strict=True)}
         self._state: dict[int, Any] = {}
@@ -73,6 +74,7 @@ class Trial:
             0, Layout((), (spec,), ()), self._before,
             {self._name: OptimizerState(spec, list(self._hyper), list(self._groups), self._state)},
         )  # fmt: skip
+        generators = rng.to_plain(rng.capture())  # a replay that draws numbers must take none from training
         try:
             Folder(
                 find_layout=lambda _: state.layout, live={self._name: self._optimizer},
@@ -80,7 +82,13 @@ class Trial:
             ).fold(state, [_MemoryFrame(update)])  # fmt: skip
         except Exception as e:  # any failure of a user's class means the same: it cannot be replayed
             return f"replaying it fails ({type(e).__name__}: {e})"
+        finally:
+            rng.install(generators)
         return self._compare(state)
+
+    def unkept(self) -> list[str]:
+        """Attributes that the update counted up: what an optimizer keeps in neither state nor groups is not stored."""
+        return [name for name, value in _numbers_of(self._optimizer).items() if self._numbers.get(name, value) != value]
 
     def _compare(self, state: State) -> str:
         folded = state.optimizers[self._name].state
@@ -94,6 +102,10 @@ class Trial:
             if live is not None and mine is not None and not _same_state(live, mine):
                 return "the replayed state differs"
         return ""
+
+
+def _numbers_of(optimizer: Optimizer) -> dict[str, int | float]:
+    return {name: value for name, value in vars(optimizer).items() if type(value) in (int, float)}
 
 
 def _copy(p: torch.Tensor) -> torch.Tensor:

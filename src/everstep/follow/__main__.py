@@ -51,12 +51,17 @@ def main(argv: list[str] | None = None) -> int:
         command: dict[str, Any] = json.loads(line)
         step: int = command["base"] if "base" in command else command["fold"]
         begun = time.perf_counter()
+        before = compactor.step
         try:
             compactor.advance(step)
+            folded_s = time.perf_counter() - begun
             event: dict[str, Any] = {"event": "folded", "step": step, "proven": compactor.proven}
             if "base" in command:
                 manifest = compactor.write_base(direct=args.direct)
-                event = {"event": "base", "step": manifest.step, "proven": compactor.proven}
+                event = {
+                    "event": "base", "step": manifest.step, "proven": compactor.proven, "fold_s": folded_s,
+                    "num_folded": 0 if before is None else step - before, "num_bytes": sum(manifest.files.values()),
+                }  # fmt: skip
         except AuditError as e:
             event = {"event": "mismatch", "step": e.step, "message": str(e)}
         except EverstepError as e:

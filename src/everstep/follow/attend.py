@@ -6,7 +6,6 @@ Nothing here is waited for by training. While there is no shadow, frames pile up
 from __future__ import annotations
 
 import os
-import shutil
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -15,10 +14,11 @@ from typing import Any
 from torch.optim import Optimizer
 
 from everstep.errors import HiddenEditWarning, UnprotectedWarning
-from everstep.follow.keeper import MAX_LAG, Keeper
+from everstep.follow.keeper import MAX_LAG, Keeper, common_base
 from everstep.follow.local import LocalShadow
 from everstep.follow.ship import RemoteShadow
 from everstep.follow.talk import Conversation, Make, Subject
+from everstep.ranks import Least, Ranks
 from everstep.store import shared
 from everstep.store.log import DiskPlace, LogWriter, OpenFrame
 from everstep.store.retention import Retention
@@ -38,10 +38,18 @@ class ShadowKeeper(Keeper):
         self, path: RunPath, timeline: int, generation: int, step: int, policy: Retention, interval: int, *,
         run: str, log: LogWriter, memory: shared.MemoryPlace, disk: DiskPlace, optimizers: Mapping[str, Optimizer],
         on_lag: str, max_lag_bytes: int | None, keep_log: bool, idle_s: float, say: Callable[[str], None],
-        elsewhere: Sequence[Make] = (),
+        elsewhere: Sequence[Make] = (), ranks: Ranks | None = None,
     ) -> None:  # fmt: skip
-        """`elsewhere` makes the conversations with shadows on other hosts; without any, there is one here."""
-        super().__init__(path, timeline, generation, step, policy, interval, follower=True, optimizers=optimizers, say=say)
+        """`elsewhere` makes the conversations with shadows on other hosts; without any, there is one here. `ranks`: this
+        process is one of several, whose shadows must all have a step before one of them folds it."""
+        world_size = 1 if ranks is None else ranks.size
+        super().__init__(
+            path, timeline, generation, step, policy, interval, follower=True, optimizers=optimizers, say=say,
+            world_size=world_size,
+        )  # fmt: skip
+        self.num_needed = world_size * max(len(elsewhere), 1)
+        self._least: Least | None = None
+        """What the shadows of all ranks have received."""
         self._began = step
         self._log, self._memory, self._disk = log, memory, disk
         self._folder = os.path.dirname(memory.folder)
@@ -64,8 +72,11 @@ class ShadowKeeper(Keeper):
         self._hurries = False
         self._frame_bytes = 0
         self._talks: list[Conversation] = []
+        if ranks is not None and ranks.size > 1:
+            self._least = ranks.least("received by shadows", self._heard_least, self.say)
         if self._register is None:
             log.place = disk
+            self._tell_least()
             return
         subject = Subject(path, run, timeline, generation, step)
         self._talks = [make(subject, self) for make in elsewhere] or [
@@ -82,6 +93,7 @@ class ShadowKeeper(Keeper):
     def durable(self, step: int) -> None:
         if self.unfit:
             super().durable(step)
+            self._tell_least()
 
     def written(self, step: int) -> None:
         """A frame is complete in the log."""
@@ -116,9 +128,9 @@ class ShadowKeeper(Keeper):
         lag = self._memory.num_bytes()
         scarce = self._memory_is_scarce()
         if not self._spilled and (lag > limit or scarce):
-            if self._on_lag == "wait" and not scarce and self.folded >= 0:
+            if self._on_lag == "wait" and not scarce and self._all_are_there():
                 with self._progressed:
-                    while self._memory.num_bytes() > limit and self.folded >= 0 and not self._hurries:
+                    while self._memory.num_bytes() > limit and self._all_are_there() and not self._hurries:
                         self._progressed.wait(0.1)
                         self._release()
                 return
@@ -140,6 +152,10 @@ class ShadowKeeper(Keeper):
         if not (self.unfit or self._spilled) and self._memory_is_scarce():  # it got full faster than was looked
             self._spill("shared memory is full")
 
+    def _all_are_there(self) -> bool:
+        """Only then does waiting help: a rank whose shadow is gone gets to its next base if the others go on."""
+        return self.folded >= 0 and (self._least is None or self._least.value >= 0)
+
     def _release(self) -> None:
         floor = self.folded
         for path in self._memory.release(lambda path: self._last_steps.get(path, -1) > floor):
@@ -148,7 +164,7 @@ class ShadowKeeper(Keeper):
     def _memory_is_scarce(self) -> bool:
         found = os.statvfs(self._memory.folder)
         wanted = 2 * self._frame_bytes + _SPARE_BYTES
-        return found.f_bavail * found.f_frsize < wanted or _available_bytes() < wanted
+        return found.f_bavail * found.f_frsize < wanted or available_bytes() < wanted
 
     # -- training thread ----------------------------------------------------------------------------------------------
 
@@ -194,7 +210,8 @@ class ShadowKeeper(Keeper):
             **super().stats(), "folded_step": self.folded, "shadow_pid": self.shadow_pid(),
             "shadows": sum(talk.started for talk in self._talks if isinstance(talk, LocalShadow)),
             "spilled_steps": self.spilled_steps, "log_memory_bytes": self._memory.num_bytes(),
-            **({"sent_bytes": sum(sent), "received_step": self.watermark} if sent else {}),
+            **({"sent_bytes": sum(sent)} if sent else {}),
+            **({"received_step": self.watermark} if sent or self._least is not None else {}),
         }  # fmt: skip
 
     def shadow_pid(self) -> int | None:
@@ -204,6 +221,8 @@ class ShadowKeeper(Keeper):
     def let_go(self) -> None:
         """Nothing waits for the shadow from here on."""
         self._hurries = True
+        if self._least is not None:
+            self._least.close()
         with self._progressed:
             self._progressed.notify_all()
 
@@ -212,10 +231,19 @@ class ShadowKeeper(Keeper):
         self.let_go()
         for talk in self._talks:
             talk.close(finish=finish)
-        super().close()
+        super().close(finish=finish)
         self._memory.close()
         if finish:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            shared.remove(self._folder, [self._path.rank])
+
+    # -- its own thread -----------------------------------------------------------------------------------------------
+
+    def _complete(self) -> int:
+        """Frames come and go in memory: only bases tell of what all ranks have."""
+        return common_base(self._path, self._timeline, self._world_size)
+
+    def _compare_ranks(self) -> None:
+        """Frames are gone before all ranks' could be laid side by side."""
 
     # -- conversations (a talk.Trainer): their threads ----------------------------------------------------------------
 
@@ -229,7 +257,22 @@ class ShadowKeeper(Keeper):
 
     @property
     def watermark(self) -> int:
-        return min(talk.progress.received for talk in self._talks)
+        return self._received() if self._least is None else self._least.value
+
+    def _received(self) -> int:
+        """By all shadows of this rank; without any, what is on disk is as good."""
+        return self._durable if self.unfit else min(talk.progress.received for talk in self._talks)
+
+    def _tell_least(self) -> None:
+        if self._least is not None:
+            self._least.tell(self._received())
+
+    def _heard_least(self) -> None:
+        """All ranks' shadows have more, or one is gone. In a thread of its own."""
+        for talk in self._talks:
+            talk.wake()
+        with self._progressed:
+            self._progressed.notify_all()
 
     def frames(self, after: int) -> list[FrameEntry]:
         with self._guard:
@@ -248,6 +291,7 @@ class ShadowKeeper(Keeper):
                 self._released = max(self._released, step)
         if proven >= 0:
             self.proven_step = proven
+        self._tell_least()
         for talk in self._talks:
             if talk is not conversation:
                 talk.wake()  # what all have received may be more now
@@ -270,6 +314,7 @@ class ShadowKeeper(Keeper):
         self.unfit = True
         self._register = None
         self._log.place = self._disk
+        self._tell_least()
         self.warn(why)
         self._needs_base = "there is no shadow"
 
@@ -280,7 +325,7 @@ class ShadowKeeper(Keeper):
         self._say(f"everstep: {self._path.path}: {text}")
 
 
-def _available_bytes() -> int:
+def available_bytes() -> int:
     """Memory that can be had without swapping."""
     try:
         with open("/proc/meminfo") as f:

@@ -62,6 +62,10 @@ class Held:
         self._state = load_base(self._plan(base, ()), self._num_workers)
         self.complete = self._base.is_proven
 
+    def take(self, state: State, fingerprint: dict[str, Any]) -> None:
+        """Hold what somebody else has made."""
+        self._state, self._fingerprint = state, fingerprint
+
     def go_on(self, timeline: int, generation: int) -> None:
         """What is held is where this generation begins."""
         self.timeline, self.generation = timeline, generation

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
+from everstep.atoms import Layout
 from everstep.errors import CorruptionError, LinkClosed, LinkError, LinkRefused
 from everstep.follow.recover import MAX_MANIFEST_BYTES, Offer
 from everstep.format import documents, parts
@@ -22,9 +23,15 @@ from everstep.store.runs import RunPath
 
 NUM_STREAMS = 4
 """Connections to each shadow, over which a state comes at once."""
+_MANY = 1 << 31
+"""Streams of which one has next to nothing of a state but its manifest."""
 _ASK_S = 5.0
 _WAIT_S = 300.0
 """A shadow may be folding or writing a base when it is asked."""
+
+
+Generations = Sequence[GenerationDocument]
+"""Of one line, newest first; none: whatever a shadow has will do."""
 
 
 @dataclass
@@ -91,32 +98,27 @@ class _Stream:
 
 
 def find_all(
-    where: Sequence[str], path: RunPath, run: str, newest: GenerationDocument | None = None, *, token: bytes | None = None,
-    tls: ssl.SSLContext | None = None, num_streams: int = NUM_STREAMS, at_least: int = -1,
+    where: Sequence[str], path: RunPath, run: str, line: Generations = (), *, token: bytes | None = None,
+    tls: ssl.SSLContext | None = None, num_streams: int = NUM_STREAMS, at_least: int = -1, step: int = -1,
     say: Callable[[str], None] = lambda text: None,
 ) -> Offer | None:  # fmt: skip
-    """What the shadows at these addresses hold of a run, brought here; None, and why is said, if it is not all to be had,
-    or of a step before `at_least`.
+    """What the shadows at these addresses hold of a run, brought here: at `step`, or at the latest that all have. None, and
+    why is said, if it is not all to be had, or of a step before `at_least`.
 
-    `newest` is the run's newest generation, as its folder tells. A shadow that this generation never reached is as good as
-    one that it did, if it holds the step from which that generation began and nothing has come of it since.
+    `line` is the run's newest generation and those that it goes on from, as its folder tells. A shadow that the newest never
+    reached is as good as one that it did, if it holds the step from which that generation began.
     """
-    hello = Hello(VERSION, run, path.path, 0, 0, 0, "fetch", {})
 
     def connect(address: str, sink: Callable[[Message, int], memoryview | None]) -> tuple[Channel, Welcome]:
-        channel = Channel(addresses.connect(address, timeout=_ASK_S, ssl_context=tls), sink)
-        try:
-            return channel, sockets.introduce(channel, hello, token)
-        except BaseException:
-            channel.close()
-            raise
+        return _connect(address, path, run, sink, token, tls)
 
     streams = [_Stream(address, connect) for address in where]
     try:
         with ThreadPoolExecutor(len(where) * num_streams, "everstep-fetch") as pool:
             welcomes = list(pool.map(_Stream.open, streams))
-            step = -1 if len(where) == 1 else _common_step(where, welcomes, newest)
-            return _fetch(streams, welcomes, step, at_least, newest, num_streams, pool)
+            if step < 0 and len(where) > 1:
+                step = _common_step(where, welcomes, line)
+            return _fetch(streams, welcomes, step, at_least, line, num_streams, pool)
     except (LinkClosed, _UnusableError, CorruptionError) as e:
         needed = f"; of {len(where)} shadows all are needed" if len(where) > 1 else ""
         say(f"nothing is taken from shadows: {e}{needed}")
@@ -131,29 +133,73 @@ def find_all(
             stream.close()  # the shadows may go on
 
 
+def _connect(
+    address: str, path: RunPath, run: str, sink: Callable[[Message, int], memoryview | None], token: bytes | None,
+    tls: ssl.SSLContext | None,
+) -> tuple[Channel, Welcome]:  # fmt: skip
+    channel = Channel(addresses.connect(address, timeout=_ASK_S, ssl_context=tls), sink)
+    try:
+        return channel, sockets.introduce(channel, Hello(VERSION, run, path.path, 0, 0, path.rank, "fetch", {}), token)
+    except BaseException:
+        channel.close()
+        raise
+
+
+def standing(
+    where: Sequence[str], path: RunPath, run: str, line: Generations, token: bytes | None = None,
+    tls: ssl.SSLContext | None = None,
+) -> int:  # fmt: skip
+    """The greatest step that all shadows of one rank's part have received. LinkError, which says why, if there is none."""
+    welcomes = []
+    for address in where:
+        channel, welcome = _connect(address, path, run, lambda message, num_bytes: None, token, tls)
+        channel.close()
+        welcomes.append(welcome)
+    return _common_step(where, welcomes, line)
+
+
+def layout_at(
+    where: Sequence[str], path: RunPath, run: str, step: int, token: bytes | None = None, tls: ssl.SSLContext | None = None
+) -> Layout:
+    """The layout of the state that the shadows at these addresses hold, without the state. LinkError if it is not there."""
+    stream = _Stream(where[0], lambda address, sink: _connect(address, path, run, sink, token, tls))
+    try:
+        stream.open()
+        stream.ask(step, 0, _MANY)
+        return stream.manifest().layout
+    finally:
+        stream.close()
+
+
 class _UnusableError(LinkError):
     """What a shadow holds is not what is needed."""
 
 
-def _common_step(where: Sequence[str], welcomes: Sequence[Welcome], newest: GenerationDocument | None) -> int:
-    """The greatest step that all shadows have received."""
+def _common_step(where: Sequence[str], welcomes: Sequence[Welcome], line: Generations) -> int:
+    """The greatest step that all shadows have received and that is of this line."""
+    begins = line[0].resume_step if line else 0
     found = []
     for address, welcome in zip(where, welcomes, strict=True):
         if welcome.step < 0:
             raise _UnusableError(f"the shadow at {address} holds no state of this run")
-        if newest is None or welcome.generation == newest.generation:
+        numbers = [g.generation for g in line]
+        after = line[: numbers.index(welcome.generation)] if welcome.generation in numbers else line
+        if not after:
             found.append(welcome.received)
-        elif welcome.generation == newest.parent and welcome.step <= newest.resume_step <= welcome.received:
-            found.append(newest.resume_step)
+        elif (
+            len(after) < len(line) and begins == min(g.resume_step for g in after)
+            and welcome.step <= begins <= welcome.received
+        ):  # fmt: skip
+            found.append(begins)
         else:
             raise _UnusableError(
-                f"the shadow at {address} is of generation {welcome.generation}; {newest.generation} has gone on without it"
+                f"the shadow at {address} is of generation {welcome.generation}; {line[0].generation} has gone on without it"
             )
     return min(found)
 
 
 def _fetch(
-    streams: list[_Stream], welcomes: Sequence[Welcome], step: int, at_least: int, newest: GenerationDocument | None,
+    streams: list[_Stream], welcomes: Sequence[Welcome], step: int, at_least: int, line: Generations,
     num_streams: int, pool: ThreadPoolExecutor,
 ) -> Offer:  # fmt: skip
     """All at this step; every stream's bytes go where they belong in one memory. Adds the other connections to `streams`."""
@@ -187,8 +233,8 @@ def _fetch(
     if got != wanted:
         raise _UnusableError(f"{got} bytes of a state of {wanted} were sent, and said to be all")
     generation = states[0].generation
-    if len(firsts) > 1 and newest is not None:
-        generation = newest.generation
+    if len(firsts) > 1 and line:
+        generation = line[0].generation
     joined = manifests[0]
     if len(firsts) > 1:
         same = [msgspec.structs.replace(m, generation=generation, timeline=manifests[0].timeline) for m in manifests]

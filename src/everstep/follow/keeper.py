@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from everstep import background, fold
 from everstep.errors import EverstepError, HiddenEditWarning, ReplayError
+from everstep.follow.tuned import Tuned
 from everstep.format.documents import KeptDocument
 from everstep.format.parts import Part
 from everstep.format.segment import parse_name
@@ -30,6 +31,7 @@ from everstep.store.bases import is_there
 from everstep.store.retention import Retention, StoredBase, StoredSegment
 from everstep.store.runs import RunPath, read_listing
 from everstep.store.segments import Segment
+from everstep.tune.averages import BaseMade
 
 MAX_LAG = 4
 """In base intervals: when the follower is further behind, the trainer takes the base itself."""
@@ -68,6 +70,7 @@ class Keeper:
         self._removed_bytes = 0
         self._follower_cpu_s = 0.0
         self._follower_bases = 0
+        self.tuned: Tuned | None = None
         self._closed = False
         self._kept = threading.Lock()
         self._todo: queue.SimpleQueue[str | None] = queue.SimpleQueue()
@@ -120,6 +123,10 @@ class Keeper:
         self._asked = max(self._asked, step)
         self._todo.put("retain")
 
+    def keep(self, interval: int, policy: Retention) -> None:
+        """From now on. The keeper's own thread, or before training begins."""
+        self._interval, self._policy = interval, policy
+
     def never_stored(self, first: int, last: int) -> None:
         """Storage had failed: these steps do not exist. Durable on return."""
         with self._kept:
@@ -132,6 +139,7 @@ class Keeper:
             "follower_bases": self._follower_bases,
             "follower_cpu_s": self._follower_cpu_s,
             "removed_bytes": self._removed_bytes,
+            "tuner": None if self.tuned is None else self.tuned.stats(),
         }
 
     @property
@@ -156,6 +164,11 @@ class Keeper:
             process.kill()  # whatever it is doing can be done again: the log is there
         self._thread.join()
         self._bury(process)
+        if finish and self.tuned is not None:
+            try:
+                self.tuned.close()
+            except (EverstepError, OSError) as e:  # the run is whole without it; this end will be counted as a failure
+                print(f"everstep: {self._path.path}: {e}", file=sys.stderr, flush=True)
 
     def _bury(self, process: subprocess.Popen[str] | None) -> None:
         """End a follower and leave nothing of it behind."""
@@ -195,6 +208,8 @@ class Keeper:
             return
         assert process.stdin is not None and process.stdout is not None
         step = self._durable
+        if self.tuned is not None:
+            self.tuned.base_begins()
         try:
             process.stdin.write(json.dumps({"base": step}) + "\n")
             process.stdin.flush()
@@ -212,6 +227,13 @@ class Keeper:
             self.proven_step = max(self.proven_step, event["proven"])
             self.base_step = max(self.base_step, event["step"])
             self._retain()
+            if self.tuned is not None:
+                self.tuned.base_made(
+                    BaseMade(
+                        num_bytes=event["num_bytes"], write_s=event["seconds"] - event["fold_s"],
+                        num_folded=event["num_folded"], fold_s=event["fold_s"],
+                    )
+                )  # fmt: skip
         elif event["event"] == "mismatch":
             self._mismatch = event["message"]
         elif event["event"] == "error" and not self._closed:
@@ -263,7 +285,7 @@ class Keeper:
         self._retained = self.base_step
         bases, segments = stored(self._path, self._timeline)
         if self._world_size > 1:
-            complete = complete_step(self._path, self._timeline, self._generation, self._world_size)
+            complete = self._complete()
             bases = [b for b in bases if b.step <= complete]  # what the others lack could still be asked of this rank
         removal = retention.plan_removal(self._policy, bases, segments, self._durable)
         if not removal.num_bytes:
@@ -275,6 +297,10 @@ class Keeper:
                 self._path.write_kept(self._timeline, KeptDocument(removal.horizon, gaps))
         retention.execute(removal)
         self._removed_bytes += removal.num_bytes
+
+    def _complete(self) -> int:
+        """A step that every rank has, or can make."""
+        return complete_step(self._path, self._timeline, self._generation, self._world_size)
 
     def _compare_ranks(self) -> None:
         """Whether the ranks' copies of parameters are still equal, as far as their logs tell."""
@@ -323,6 +349,12 @@ def complete_step(path: RunPath, timeline: int, generation: int, world_size: int
         last = segment.frames[-1].step if segment.frames else first - 1
         found.append(segment.durable_step if segment.durable_step >= 0 else last)
     return min(found)
+
+
+def common_base(path: RunPath, timeline: int, world_size: int) -> int:
+    """The newest step of which every rank has a base; -1 if there is none."""
+    steps = [{b.step for b in stored(path.part(rank), timeline)[0]} for rank in range(world_size)]
+    return max(set.intersection(*steps), default=-1)
 
 
 def _newest_base(path: RunPath, timeline: int) -> int:

@@ -1,13 +1,17 @@
-"""In the trainer: its shadow on the same host, started when it is not there, started again when it dies."""
+"""In the trainer: its shadow on the same host, started when it is not there, started again when it dies.
+
+Ranks of one host share a process that has a shadow for each of them: whoever comes first starts it.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from everstep.errors import LinkError
 from everstep.follow import recover
@@ -15,12 +19,13 @@ from everstep.follow.serve import OUTPUT, SOCKET, no_payload
 from everstep.follow.shadow import DISK, MEMORY
 from everstep.follow.talk import SEND_S, Conversation, Subject, Trainer
 from everstep.link import addresses
-from everstep.link.messages import Ack, Frame
+from everstep.link.messages import Ack, Welcome
 from everstep.link.sockets import Channel
 from everstep.store.segments import FrameEntry
 
 MAX_SHADOWS = 5
 """In a row that died without having folded a step."""
+_START_LOCK = "start.lock"
 _START_S = 120.0
 """How long a new shadow may take to listen."""
 
@@ -40,13 +45,15 @@ class LocalShadow(Conversation):
         self.started = 0
         self._deaths = 0
         """Of shadows in a row that never folded anything."""
+        self._folded_before, self._pid_before = -1, self.pid
+        """Of the shadow to which the connection was lost."""
 
     def _connect(self) -> Channel | None:
         """A connection to the shadow that is there, or to a new one."""
         address = f"unix://{self._folder}/{SOCKET}"
-        deadline = time.monotonic() + _START_S
+        deadline, why = time.monotonic() + _START_S, ""
         while not self._stopping and time.monotonic() < deadline:
-            with contextlib.suppress(LinkError, OSError):
+            try:
                 channel = Channel(addresses.connect(address, timeout=SEND_S), no_payload)
                 try:
                     self._introduce(channel)
@@ -54,15 +61,47 @@ class LocalShadow(Conversation):
                 except BaseException:
                     channel.close()
                     raise
-            if self._process is None or self._process.poll() is not None:
-                if self._deaths >= MAX_SHADOWS:
-                    self._give_up()
+            except (LinkError, OSError) as e:
+                why = str(e)
+            with self._starting() as may_start:
+                if may_start and not self._start_unless_there(address, deadline):
                     return None
-                time.sleep(0.2 * self._deaths)
-                self._deaths += 1
-                self._start()
             time.sleep(0.02)
+        if not self._stopping:
+            self._is_lost(f"there is no shadow: {why}. Training goes on, and tries again and again")
         return None
+
+    @contextlib.contextmanager
+    def _starting(self) -> Iterator[bool]:
+        """Whether it is for this process to see to it that there is a shadow: of several ranks one does that at a time."""
+        fd = os.open(os.path.join(self._folder, _START_LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                yield False
+            else:
+                yield True
+        finally:
+            os.close(fd)
+
+    def _start_unless_there(self, address: str, deadline: float) -> bool:
+        """Start a shadow's process and wait until it listens or is dead; False: there will be none."""
+        if _listens(address):
+            return True
+        if self._process is None or self._process.poll() is not None:
+            if self._deaths >= MAX_SHADOWS:
+                self._give_up()
+                return False
+            time.sleep(0.2 * self._deaths)
+            self._deaths += 1
+            self._start()
+        assert self._process is not None
+        while not self._stopping and time.monotonic() < deadline and self._process.poll() is None:
+            if _listens(address):
+                break
+            time.sleep(0.02)
+        return True
 
     def _start(self) -> None:
         self.started += 1
@@ -88,13 +127,10 @@ class LocalShadow(Conversation):
             told = output.read()[-2000:].decode(errors="replace")
         self.trainer.go_without(f"shadows die as soon as they start; going on without. The last said:\n{told}")
 
-    def _announce(self, channel: Channel, entry: FrameEntry) -> None:
+    def _segment(self, entry: FrameEntry) -> str:
         """It finds the frame where this process has written it."""
         place = MEMORY if entry.path.startswith(self._folder) else DISK
-        name = f"{place}/{os.path.basename(entry.path)}"
-        channel.send(
-            Frame(entry.step, name, entry.offset, entry.footer_offset, entry.end_offset, entry.step), timeout=SEND_S
-        )
+        return f"{place}/{os.path.basename(entry.path)}"
 
     def _heard_progress(self, ack: Ack) -> None:
         if ack.folded >= 0:
@@ -109,20 +145,33 @@ class LocalShadow(Conversation):
         with contextlib.suppress(Exception):
             if self._process is not None:
                 self._process.wait(0.2)
-        folded = self._forget_progress().folded
-        alive, base = recover.is_alive(self.pid), self.trainer.base_step
-        if not alive and folded > base and not self._keep_log:
-            self._is_lost(
-                f"the shadow (pid {self.pid}) died at step {folded}. Training goes on; until a new one holds the state, a "
-                f"failure of this process would lead back to step {base}"
-            )
-        elif alive:
+        self._folded_before, self._pid_before = max(self._folded_before, self._forget_progress().folded), self.pid
+        alive = recover.is_alive(self.pid)
+        if not alive:
+            self._it_died()
+        else:
             self.trainer.say(f"the connection to the shadow was lost ({e}); connecting again")
 
+    def _before_resume(self, channel: Channel, welcome: Welcome) -> None:
+        """It may be another one than before."""
+        if welcome.step < 0:
+            self._it_died()
+        self._folded_before = -1
+
+    def _it_died(self) -> None:
+        folded, base = self._folded_before, self.trainer.base_step
+        if folded > base and not self._keep_log:
+            self._is_lost(
+                f"the shadow (pid {self._pid_before}) died at step {folded}. Training goes on; until a new one holds the "
+                f"state, a failure of this process would lead back to step {base}"
+            )
+
     def _ended(self) -> None:
-        if self._finish:
+        if self._finish and not self.waits:
             self._see_it_end()
-        elif self._process is not None and self._process.poll() is None:
+        elif self._finish and self._said_goodbye and self.pid is not None:
+            recover.wait_for_end(self.pid, SEND_S)  # when the other ranks have said goodbye, too
+        if self._process is not None and self._process.poll() is None:
             self._process.returncode = 0  # it outlives this process: nobody waits for it
 
     def _see_it_end(self) -> None:
@@ -134,3 +183,12 @@ class LocalShadow(Conversation):
             process.kill()
         if self._process is not None:
             self._process.wait()
+
+
+def _listens(address: str) -> bool:
+    """Whether a process takes connections there."""
+    try:
+        addresses.connect(address, timeout=SEND_S).close()
+    except LinkError:
+        return False
+    return True

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import torch
 
@@ -22,8 +23,10 @@ from everstep.link.messages import VERSION, Close, Fetch, Fetched, Hello, Messag
 from everstep.link.sockets import Channel
 from everstep.memory import Bytes
 from everstep.restore.execute import state_of
+from everstep.restore.parts import keep
 from everstep.store import shared
 from everstep.store.bases import cursor_of
+from everstep.store.parts import part_of
 from everstep.store.runs import RunPath
 
 _ASK_S = 5.0
@@ -50,19 +53,23 @@ class Offer:
     """Of several shadows: the atoms that each of them has."""
     channel: Channel | None = field(default=None, repr=False)
 
-    def fetch(self, live: Mapping[int, torch.Tensor] | None = None) -> State:
+    def fetch(self, live: Mapping[int, torch.Tensor] | None = None, only: Set[int] | None = None) -> State:
         """The state, verified. With `live` (by uid) its values may come only at need_all(), to be called before release():
-        from a shadow of the same host straight into the live tensors, where they fit."""
+        from a shadow of the same host straight into the live tensors, where they fit. `only`: of parameters and buffers
+        these alone, with what optimizers know of them."""
+        manifest = self.manifest if only is None else _cut(self.manifest, only)
         if self.file:
-            loading = Copying(self.manifest, self.file, live or {})
-            state = state_of(self.manifest, loading.tensors)
+            loading = Copying(manifest, self.file, live or {})
+            state = state_of(manifest, loading.tensors)
             state.loading = loading
             if live is None:
                 state.need_all()
                 state.close()
         else:
-            state = state_of(self.manifest, take(self.manifest, self.memory))
+            state = state_of(manifest, take(manifest, self.memory))
         state.cursor = self.cursor
+        if only is not None:
+            keep(state, only)
         return state
 
     @property
@@ -90,23 +97,36 @@ class Offer:
             self.channel.close()
 
 
-def find(path: RunPath, run: str) -> Offer | None:
-    """What the run's shadow on this host holds; None if there is none, or it holds nothing."""
-    folder = shared.shared_folder(run, path.path)
-    if not os.path.exists(os.path.join(folder, SOCKET)):
+def _cut(manifest: Manifest, uids: Set[int]) -> Manifest:
+    """With these atoms alone, where they are."""
+    there = {t.key: t for t in manifest.tensors}
+    found, _, _ = part_of(manifest, uids, (0, 1))
+    return msgspec.structs.replace(found, tensors=tuple(there[t.key] for t in found.tensors), files={}, part=manifest.part)
+
+
+def address_of(path: RunPath, run: str) -> str:
+    """Of the run's shadow on this host, if there is one."""
+    return f"unix://{shared.shared_folder(run, path.path)}/{SOCKET}"
+
+
+def find(path: RunPath, run: str, step: int = -1) -> Offer | None:
+    """What the run's shadow on this host holds of this rank's part, at a step or the latest; None if there is none, or it
+    holds nothing, or cannot go to that step."""
+    address = address_of(path, run)
+    if not os.path.exists(addresses.parse_address(address).path):
         return None
-    return _ask(f"unix://{folder}/{SOCKET}", path, run)
+    return _ask(address, path, run, step)
 
 
-def _ask(address: str, path: RunPath, run: str) -> Offer | None:
+def _ask(address: str, path: RunPath, run: str, step: int) -> Offer | None:
     incoming = _Manifest()
     try:
         channel = Channel(addresses.connect(address, timeout=_ASK_S), incoming.sink)
     except LinkClosed:
         return None
     try:
-        welcome = sockets.introduce(channel, Hello(VERSION, run, path.path, 0, 0, 0, "fetch", {}))
-        channel.send(Fetch(-1), timeout=_ASK_S)
+        welcome = sockets.introduce(channel, Hello(VERSION, run, path.path, 0, 0, path.rank, "fetch", {}))
+        channel.send(Fetch(step), timeout=_ASK_S)
         waiting = channel.receive(_WAIT_S)
         found = waiting[0].message if waiting else None
         if not isinstance(found, messages.State):
@@ -136,16 +156,16 @@ class _Manifest:
         return memoryview(self.data)
 
 
-def dismiss(path: RunPath, run: str, generation: int) -> None:
+def dismiss(path: RunPath, run: str, generation: int, *, wait_s: float = _ASK_S) -> None:
     """Tell a shadow that nobody needs it any more to end (a trainer without one goes on with its run)."""
-    folder = shared.shared_folder(run, path.path)
     with contextlib.suppress(LinkError, OSError):
-        channel = Channel(addresses.connect(f"unix://{folder}/{SOCKET}", timeout=_ASK_S), lambda m, n: None)
+        channel = Channel(addresses.connect(address_of(path, run), timeout=_ASK_S), lambda m, n: None)
         with channel:
-            welcome = sockets.introduce(channel, Hello(VERSION, run, path.path, 0, generation, 0, "train", {}))
+            hello = Hello(VERSION, run, path.path, 0, generation, path.rank, "train", {})
+            welcome = sockets.introduce(channel, hello)
             channel.send(Close(True), timeout=_ASK_S)
             channel.receive(_ASK_S)
-        wait_for_end(welcome.pid, _ASK_S)
+        wait_for_end(welcome.pid, wait_s)
 
 
 def wait_for_end(pid: int, seconds: float) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shutil
 import socket
 import ssl
 import threading
@@ -44,6 +43,10 @@ _DOCUMENTS = re.compile(
 _BASE_FILES = re.compile(
     r"base/(\d{4,})/(\d{12,})/(manifest\.json|rank-\d{5}\.safetensors|part-\d{5}-of-\d{5}\.(?:json|safetensors))"
 )
+
+
+_documents = threading.Lock()
+"""Ranks send the same ones."""
 
 
 class Inbox:
@@ -99,10 +102,10 @@ class Inbox:
         for place in self._places.values():
             place.release(lambda path: False)
         mine = {path for place in self._places.values() for path in place.paths()}
-        for folder in files.listing(self._folder):
-            for name in files.listing(os.path.join(self._folder, folder)) if folder.startswith("log-") else ():
-                if os.path.join(self._folder, folder, name) not in mine:  # of a shadow before this one
-                    os.unlink(os.path.join(self._folder, folder, name))
+        for folder in shared.log_folders(self._folder, self._path.rank):
+            for name in files.listing(folder):
+                if os.path.join(folder, name) not in mine:  # of a shadow before this one
+                    os.unlink(os.path.join(folder, name))
 
     def sink(self, message: Message, num_bytes: int) -> memoryview | None:
         """Memory for a payload that is about to arrive; None: it is refused."""
@@ -153,7 +156,7 @@ class Inbox:
 
     def _place(self) -> shared.MemoryPlace:
         if self._timeline not in self._places:
-            folder = shared.log_folder(self._folder, self._timeline)
+            folder = shared.log_folder(self._folder, self._timeline, self._path.rank)
             self._places[self._timeline] = shared.MemoryPlace(folder, sparse=self._share is not None)
         return self._places[self._timeline]
 
@@ -178,10 +181,11 @@ class Inbox:
             timeline = int(name.split("/")[1])
             for folder in (self._path.generations, self._path.layouts, self._path.bases, self._path.log):
                 files.make_dirs(folder(timeline))
-        with contextlib.suppress(FileNotFoundError):
-            if files.read_whole(path) == data:
-                return
-        files.write_whole(path, data)
+        with _documents:
+            with contextlib.suppress(FileNotFoundError):
+                if files.read_whole(path) == data:
+                    return
+            files.write_whole(path, data)
 
     def _base_part(self, message: Bytes, payload: memoryview) -> None:
         """A part of a base's file. The manifest comes last, and with it the base exists."""
@@ -216,7 +220,7 @@ class Inbox:
             parsed = parse_name(self._name)
             assert parsed is not None
             try:
-                seed = records.seed_of(bytes.fromhex(self._run), parsed[0], 0, parsed[1])
+                seed = records.seed_of(bytes.fromhex(self._run), parsed[0], self._path.rank, parsed[1])
                 reader = shared.MappedReader(entry.path)
                 share = self._share
                 frame = StoredFrame(entry, reader, seed) if share is None else PartFrame(entry, reader, seed).of(share)
@@ -254,14 +258,16 @@ class Inbox:
 
 
 class _Hosted:
-    """One run's shadow in this process."""
+    """The shadow of one run, or of one rank's part of it, in this process."""
 
     def __init__(
-        self, path: RunPath, run: str, *, interval: int, max_bytes: int, idle_s: float, say: Callable[[str], None]
-    ) -> None:
+        self, path: RunPath, run: str, claims: _Claims, *, interval: int, max_bytes: int, idle_s: float,
+        say: Callable[[str], None],
+    ) -> None:  # fmt: skip
         folder = shared.shared_folder(run, path.path)
         shared.make_private(folder)
-        self._lock = serve.claim(folder)
+        self._claims = claims
+        claims.add(folder)
         self.shadow = Shadow(path, folder, run=run, base_interval=interval, idle_s=idle_s, sweeps=False, say=say)
         self.inbox = Inbox(path, folder, run, max_bytes)
         self.server = Server(self.shadow, run, self.inbox)
@@ -281,12 +287,12 @@ class _Hosted:
 
     def _run(self) -> None:
         try:
-            self.shadow.run()
+            self.server.run()
         finally:
             self.inbox.close()
             if self.shadow.is_stored or self.shadow.is_dismissed:
-                shutil.rmtree(self.shadow.folder, ignore_errors=True)
-            os.close(self._lock)
+                shared.remove(self.shadow.folder, [self._path.rank])
+            self._claims.drop(self.shadow.folder)
 
     def _retain(self) -> None:
         """Two bases are enough here: the history is the trainer's."""
@@ -297,8 +303,31 @@ class _Hosted:
             retention.execute(retention.plan_removal(Retention(bases=2), bases, [], base))
 
 
+class _Claims:
+    """Runs' folders in memory, each held as long as a shadow of one of its ranks is here."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._held: dict[str, tuple[int, int]] = {}
+        """Folder -> descriptor of its lock, how many need it."""
+
+    def add(self, folder: str) -> None:
+        """LinkError if another process has it."""
+        with self._lock:
+            lock, count = self._held.get(folder) or (serve.claim(folder), 0)
+            self._held[folder] = lock, count + 1
+
+    def drop(self, folder: str) -> None:
+        with self._lock:
+            lock, count = self._held.pop(folder)
+            if count > 1:
+                self._held[folder] = lock, count - 1
+            else:
+                os.close(lock)
+
+
 class Host:
-    """Listens for trainers of other hosts and keeps a shadow for each of their runs."""
+    """Listens for trainers of other hosts and keeps a shadow for each of their runs, or of these runs' ranks."""
 
     def __init__(
         self, folder: str, *, token: bytes | None, tls: ssl.SSLContext | None, interval: int, max_bytes: int, idle_s: float,
@@ -309,7 +338,9 @@ class Host:
         self._interval, self._max_bytes, self._idle_s = interval, max_bytes, idle_s
         self._say = say
         self._lock = threading.Lock()
-        self._runs: dict[str, _Hosted] = {}
+        self._claims = _Claims()
+        self._runs: dict[tuple[str, int], _Hosted] = {}
+        """By run and rank."""
 
     def accept(self, listener: socket.socket) -> None:
         """Serve everyone who connects, each in a thread. Returns when the listener is closed."""
@@ -346,15 +377,18 @@ class Host:
         """The run's shadow; a trainer gets a new one where there is none."""
         if not re.fullmatch(r"[0-9a-f]{32}", hello.run):
             raise LinkError(f"{hello.run!r} is no run id")
+        if hello.rank >= serve.MAX_RANKS:
+            raise LinkError(f"there is no rank {hello.rank}")
+        name = f"{hello.run[:8]} rank {hello.rank}" if hello.rank else hello.run[:8]
         with self._lock:
-            found = self._runs.get(hello.run)
+            found = self._runs.get((hello.run, hello.rank))
             if found is None or not found.thread.is_alive():
-                path = RunPath(os.path.join(self._folder, hello.run))
+                path = RunPath(os.path.join(self._folder, hello.run), hello.rank)
                 if hello.purpose != "train" and not path.exists():
                     return None
-                found = self._runs[hello.run] = _Hosted(
-                    path, hello.run, interval=self._interval, max_bytes=self._max_bytes, idle_s=self._idle_s,
-                    say=lambda text: self._say(f"{hello.run[:8]} {text}"),
+                found = self._runs[hello.run, hello.rank] = _Hosted(
+                    path, hello.run, self._claims, interval=self._interval, max_bytes=self._max_bytes, idle_s=self._idle_s,
+                    say=lambda text: self._say(f"{name} {text}"),
                 )  # fmt: skip
         if hello.purpose == "fetch":
             found.shadow.stand_up()

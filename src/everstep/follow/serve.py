@@ -12,12 +12,12 @@ import importlib
 import json
 import os
 import resource
-import shutil
 import signal
 import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
@@ -61,7 +61,10 @@ OUTPUT = "shadow.log"
 REGION_BYTES = 4 << 20
 MAX_SHADOWS = 1024
 """That share a run's atoms."""
+MAX_RANKS = 1 << 16
 _REGION_S = 60.0
+_COUNT_S = 5.0
+"""How long who asks waits for frames to be counted that a dead trainer has left."""
 _TELL_S = 2.0
 """A trainer that does not listen for so long is let go; it connects again."""
 
@@ -97,7 +100,7 @@ class Receiver(Protocol):
 
 
 class Server:
-    """Connections to one Shadow."""
+    """Connections to one Shadow: of a run, or of one rank's part of it."""
 
     def __init__(self, shadow: Shadow, run: str, receiver: Receiver | None = None) -> None:
         self._shadow = shadow
@@ -106,23 +109,20 @@ class Server:
         """For trainers on other hosts."""
         self._lock = threading.Lock()
         self._trainer: Channel | None = None
-        self._has_share = False
+        self._has_share = self._is_closed = False
         self._trainer_generation = self._trainer_timeline = 0
         self._began = time.time()
         shadow.tell = self._tell
 
-    def accept(self, listener: socket.socket) -> None:
-        """Serve everyone who connects, each in a thread. Returns when the listener is closed."""
-        while True:
-            try:
-                sock, _ = listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._serve, args=(sock,), daemon=True).start()
-
-    def _serve(self, sock: socket.socket) -> None:
-        with contextlib.suppress(LinkError, OSError), Channel(sock, no_payload) as channel:
-            self.serve(channel, sockets.listen_to(channel))
+    def run(self) -> None:
+        """The shadow's life, in this thread. A trainer that is still connected when it ends must find another."""
+        try:
+            self._shadow.run()
+        finally:
+            with self._lock:
+                self._is_closed = True
+                if self._trainer is not None:
+                    self._trainer.close()
 
     def serve(self, channel: Channel, handshake: ServerHandshake) -> None:
         """A client that has proven itself, until it goes."""
@@ -130,6 +130,8 @@ class Server:
         if reason:
             sockets.refuse(channel, handshake, reason)
             return
+        if handshake.hello.purpose == "fetch":
+            self._shadow.count(_COUNT_S)  # of several shadows, which step all have depends on it
         progress = self._shadow.progress
         try:
             segment, offset = ("", 0) if self._receiver is None else self._receiver.begin(handshake.hello)
@@ -148,6 +150,8 @@ class Server:
         """Why this client may not go on; empty if it may. A trainer that may is the trainer from here on."""
         if hello.run != self._run:
             return f"this is the shadow of run {self._run}, not of {hello.run}"
+        if self._is_closed:
+            return "this shadow is about to end"
         if hello.purpose != "train":
             return ""
         with self._lock:
@@ -181,6 +185,8 @@ class Server:
                 wrong = self._receiver.problem(entry)
                 if wrong:
                     channel.send(Resend(*self._receiver.good, wrong), timeout=_TELL_S)
+                if wrong is None:
+                    shadow.all_have(message.watermark)
                 if wrong != "":
                     return
             shadow.frame(entry, message.watermark)
@@ -194,9 +200,9 @@ class Server:
                 self._receiver.keep_share(None, grown=shadow.keep_share(None, None, 0))
             shadow.resume(message.timeline, message.generation, message.step)
         elif isinstance(message, Close):
+            channel.send(Bye(), timeout=_TELL_S)
             if message.finish:
                 shadow.end(base=False)
-            channel.send(Bye(), timeout=_TELL_S)
         else:
             raise LinkError(f"a trainer does not say {type(message).__name__} here")
 
@@ -213,7 +219,8 @@ class Server:
         """The file that a trainer of this host means: in memory or on disk, never elsewhere."""
         place, _, file = name.partition("/")
         if place == MEMORY and "/" not in file:
-            return os.path.join(shared.log_folder(self._shadow.folder, self._trainer_timeline), file)
+            rank = self._shadow.path.rank
+            return os.path.join(shared.log_folder(self._shadow.folder, self._trainer_timeline, rank), file)
         if place == DISK and "/" not in file:
             return os.path.join(self._shadow.path.log(self._trainer_timeline), file)
         raise LinkError(f"{name!r} is not a segment of this run")
@@ -285,12 +292,83 @@ class Server:
     def status(self) -> dict[str, Any]:
         p = self._shadow.progress
         return {
-            "pid": os.getpid(), "run": self._run, "path": self._shadow.path.path, "timeline": self._shadow.timeline,
+            "pid": os.getpid(), "run": self._run, "path": self._shadow.path.path, "rank": self._shadow.path.rank,
+            "timeline": self._shadow.timeline,
             "generation": self._shadow.generation, "trainer": self._trainer is not None, "received": p.received,
             "part": self._shadow.part, "folded": p.folded, "base": p.base, "durable": p.durable, "proven": p.proven,
             "rss_kb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, "cpu_s": time.process_time(),
             "up_s": time.time() - self._began,
         }  # fmt: skip
+
+
+class LocalHost:
+    """The shadows of a run's ranks on this host, in one process: one for each rank whose trainer has come."""
+
+    def __init__(self, run: str, make: Callable[[int], Shadow]) -> None:
+        self._run = run
+        self._make = make
+        self._lock = threading.Lock()
+        self._shadows: dict[int, tuple[Shadow, Server, threading.Thread]] = {}
+        self._ending = False
+
+    def accept(self, listener: socket.socket) -> None:
+        """Serve everyone who connects, each in a thread. Returns when the listener is closed."""
+        while True:
+            try:
+                sock, _ = listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(sock,), daemon=True).start()
+
+    def _serve(self, sock: socket.socket) -> None:
+        with contextlib.suppress(LinkError, OSError), Channel(sock, no_payload) as channel:
+            handshake = sockets.listen_to(channel)
+            hello = handshake.hello
+            if hello.run != self._run:
+                sockets.refuse(channel, handshake, f"this is the shadow of run {self._run}, not of {hello.run}")
+                return
+            server = self._server(hello.rank, is_trainer=hello.purpose == "train")
+            if server is None:
+                sockets.refuse(channel, handshake, f"there is no shadow of rank {hello.rank} here")
+                return
+            server.serve(channel, handshake)
+
+    def _server(self, rank: int, *, is_trainer: bool) -> Server | None:
+        """Of a rank's shadow; a trainer gets a new one where there is none."""
+        with self._lock:
+            found = self._shadows.get(rank)
+            if found is not None and found[2].is_alive():
+                return found[1]
+            if not is_trainer or self._ending or rank >= MAX_RANKS:
+                return None
+            shadow = self._make(rank)
+            server = Server(shadow, self._run)
+            thread = threading.Thread(target=server.run, name=f"everstep-rank-{rank}", daemon=True)
+            self._shadows[rank] = shadow, server, thread
+            thread.start()
+            return server
+
+    def wait(self, folder: str, idle_s: float) -> list[int]:
+        """Until all shadows have ended, or nobody has come for so long, or the folder is gone and nobody will; ranks of
+        whose log nothing needs to be kept."""
+        begun = time.monotonic()
+        while True:
+            with self._lock:
+                alive = [thread for _, _, thread in self._shadows.values() if thread.is_alive()]
+                forlorn = time.monotonic() - begun > idle_s or not os.path.isdir(folder)
+                if not alive and (self._shadows or self._ending or forlorn):
+                    self._ending = True
+                    return [r for r, (shadow, _, _) in self._shadows.items() if shadow.is_stored or shadow.is_dismissed]
+            if alive:
+                alive[0].join(0.5)
+            else:
+                time.sleep(0.02)
+
+    def end(self) -> None:
+        """Every shadow leaves a base and ends. From a signal handler: takes no lock."""
+        self._ending = True
+        for shadow, _, _ in list(self._shadows.values()):
+            shadow.end(base=True)
 
 
 def claim(folder: str) -> int:
@@ -328,30 +406,35 @@ def main(argv: list[str] | None = None) -> int:
     for name in args.register:
         module, _, qualname = name.partition(":")
         register(getattr(importlib.import_module(module), qualname))
-    shared.make_private(args.folder)
+    if not os.path.isdir(args.folder):
+        print("the run was closed meanwhile", flush=True)
+        return 0
     try:
         claim(args.folder)
     except LinkError as e:
         print(e, flush=True)
         return 1
-    path = RunPath(args.run)
-    run = path.read_run().run
-    shadow = Shadow(
-        path, args.folder, run=run, base_interval=args.interval, keep_log=args.keep_log, idle_s=args.idle,
-        say=lambda text: print(f"{time.strftime('%H:%M:%S')} {text}", flush=True),
-    )  # fmt: skip
-    server = Server(shadow, run)
+    run = RunPath(args.run).read_run().run
+
+    def make(rank: int) -> Shadow:
+        return Shadow(
+            RunPath(args.run, rank), args.folder, run=run, base_interval=args.interval, keep_log=args.keep_log,
+            idle_s=args.idle,
+            say=lambda text: print(f"{time.strftime('%H:%M:%S')} rank {rank}: {text}", flush=True),
+        )  # fmt: skip
+
+    host = LocalHost(run, make)
     listener = addresses.listen(addresses.parse_address(f"unix://{args.folder}/{SOCKET}"))
-    threading.Thread(target=server.accept, args=(listener,), daemon=True).start()
-    signal.signal(signal.SIGTERM, lambda *_: shadow.end(base=True))
+    threading.Thread(target=host.accept, args=(listener,), daemon=True).start()
+    signal.signal(signal.SIGTERM, lambda *_: host.end())
+    stored: list[int] = []
     try:
-        shadow.run()
+        stored = host.wait(args.folder, args.idle)
     finally:
         listener.close()
         with contextlib.suppress(OSError):
             os.unlink(os.path.join(args.folder, SOCKET))
-        if shadow.is_stored or shadow.is_dismissed or not os.path.isdir(path.path):
-            shutil.rmtree(args.folder, ignore_errors=True)
+        shared.remove(args.folder, stored, everything=not os.path.isdir(args.run))
     return 0
 
 

@@ -2,7 +2,8 @@
 
 One thread (run()) owns the state; connections give it work and are told how far it is. It outlives its trainer.
 
-Of several shadows each keeps a share of the atoms, and folds only what all have received: so that all can serve one step.
+Of several shadows each keeps a share of the atoms, or the line of one rank, and folds only what all have received: so that
+all can serve one step.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from everstep.follow.arena import Home
 from everstep.follow.compact import Held, describe
 from everstep.follow.shares import PartFrame, Share
 from everstep.format import documents, records
-from everstep.format.documents import Manifest, StoredTensor
+from everstep.format.documents import GenerationDocument, Manifest, StoredTensor
 from everstep.format.parts import Part
 from everstep.format.segment import parse_name
 from everstep.frame import Update
@@ -87,7 +88,7 @@ class _Given:
 
 
 class Shadow:
-    """S(newest) of one run, in memory."""
+    """S(newest) of one run, or of one rank's part of it, in memory."""
 
     def __init__(
         self, path: RunPath, folder: str, *, run: str, base_interval: int, keep_log: bool = False, num_workers: int = 1,
@@ -107,6 +108,7 @@ class Shadow:
         self._entries: dict[int, FrameEntry] = {}
         self._early: dict[int, FrameEntry] = {}
         """Frames of a generation that this thread has not gone on to yet."""
+        self._early_watermark = -1
         self._held: Held | None = None
         self._home = Home(folder)
         self._fingerprint: dict[str, Any] = {}
@@ -124,6 +126,8 @@ class Shadow:
         self._atoms: Share = frozenset()
         """Those that it holds or is about to."""
         self._default_interval = base_interval
+        self._document: GenerationDocument | None = None
+        """Of the generation that it follows."""
         self.progress = Progress()
         self.attached = False
         """Whether a trainer is connected."""
@@ -148,6 +152,7 @@ class Shadow:
             held = self._held
             if entry.generation > self.generation:
                 self._early[entry.step] = entry
+                self._early_watermark = max(self._early_watermark, watermark)
                 return
             if entry.generation == self.generation and (held is None or held.step is None or entry.step > held.step):
                 self._entries[entry.step] = entry
@@ -156,6 +161,12 @@ class Shadow:
             self._work.notify_all()
         if entry.step > self.watermark:
             self.tell("received", self.progress)  # others wait for this
+
+    def all_have(self, step: int) -> None:
+        """The watermark alone: frames up to this step have been received by all."""
+        with self._work:
+            self.watermark = max(self.watermark, step)
+            self._work.notify_all()
 
     def keep_share(self, part: Part | None, share: Share | None, interval: int) -> bool:
         """This is one of several shadows, which keeps these atoms and writes bases at multiples of `interval`; or it is the
@@ -178,6 +189,11 @@ class Shadow:
     @property
     def part(self) -> Part | None:
         return self._part
+
+    @property
+    def waits(self) -> bool:
+        """Whether there are others, without which what it holds is of no use: shadows of other atoms, or of other ranks."""
+        return self._part is not None or (self._document is not None and self._document.world_size > 1)
 
     def trainer_gone(self) -> None:
         """The connection was lost: whatever it has left complete in the log is folded."""
@@ -231,6 +247,19 @@ class Shadow:
 
         self.do(job)
         done.wait()
+
+    def count(self, patience_s: float) -> None:
+        """Return when `progress` tells of all that a trainer which is gone has left, or after so long."""
+        counted = threading.Event()
+
+        def job() -> None:
+            try:
+                self._read_the_rest()
+            finally:
+                counted.set()
+
+        self.do(job)
+        counted.wait(patience_s)
 
     def stand_up(self) -> None:
         """Hold the newest base that this shadow's folder has, for whoever asks before a trainer comes."""
@@ -328,7 +357,7 @@ class Shadow:
     def _fold(self, at_most: int) -> None:
         held = self._held
         assert held is not None and held.step is not None
-        if self._part is not None:
+        if self.waits:
             at_most = min(at_most, self._interval - held.step % self._interval)  # all write bases of the same steps
         entries: list[FrameEntry] = []
         while len(entries) < at_most and held.step + len(entries) < self.watermark:
@@ -397,7 +426,7 @@ class Shadow:
         parsed = parse_name(os.path.basename(entry.path))
         if parsed is None:
             raise CorruptionError(f"{entry.path} is not a segment")
-        return records.seed_of(bytes.fromhex(self._run), parsed[0], 0, parsed[1])
+        return records.seed_of(bytes.fromhex(self._run), parsed[0], self.path.rank, parsed[1])
 
     def _read_in_place(self, frames: list[StoredFrame]) -> None:
         """Gradients are used where they are in the log, unless the optimizer may write into them."""
@@ -441,7 +470,7 @@ class Shadow:
 
     def _base_if_due(self) -> None:
         since = self.progress.folded - self.progress.base
-        if since >= self._interval or (self._part is not None and since and self.progress.folded % self._interval == 0):
+        if since >= self._interval or (self.waits and since and self.progress.folded % self._interval == 0):
             self._base()
 
     def _base(self) -> None:
@@ -458,12 +487,12 @@ class Shadow:
         """What dead generations have left in memory: what is held here has all of it."""
         if not self._sweeps or any(e.generation < self.generation for e in self._entries.values()):
             return
-        for folder in files.listing(self.folder):
-            for name in files.listing(os.path.join(self.folder, folder)) if folder.startswith("log-") else ():
+        for folder in shared.log_folders(self.folder, self.path.rank):
+            for name in files.listing(folder):
                 parsed = parse_name(name)
                 if parsed is not None and parsed[0] < self.generation:
                     with contextlib.suppress(OSError):
-                        os.unlink(os.path.join(self.folder, folder, name))
+                        os.unlink(os.path.join(folder, name))
 
     # -- where it stands ----------------------------------------------------------------------------------------------
 
@@ -477,15 +506,19 @@ class Shadow:
             if held is None:
                 self._from_base()
             return
+        before, document = self._document, self.path.read_generation(timeline, generation)
         with self._work:
+            self._document = document
             self.timeline, self.generation = timeline, generation
             self._entries = {n: e for n, e in self._early.items() if e.generation == generation}
             self._early = {}
             self.progress.received = max([step, *self._entries])
-            self.watermark = self.progress.received if self._part is None else step
+            self.progress.durable = min(self.progress.durable, step)
+            self.watermark = max(step, self._early_watermark) if self.waits else self.progress.received
+            self._early_watermark = -1
         self._fingerprint = {}
         self._drop_readers(lambda path: True)
-        if held is not None and held.step == step:
+        if held is not None and held.step == step and _goes_on(before, document):
             held.go_on(timeline, generation)
             self._fingerprint = self._line().newest.fingerprint
             self.progress.folded = step
@@ -523,7 +556,7 @@ class Shadow:
             newest = max([newest, base, *known])
             self._entries = {n: e for n, e in known.items() if n > base}
             self.progress.received = newest
-            self.watermark = max(self.watermark, newest if self._part is None else base)
+            self.watermark = max(self.watermark, base if self.waits else newest)
         self._say(f"holds step {base} of {self.path.path}")
         self.tell("progress", self.progress)
 
@@ -538,11 +571,15 @@ class Shadow:
             return
         base = max(line.bases)
         self.timeline, self.generation = line.newest.timeline, line.newest.generation
-        self._part, self._fingerprint = part, line.newest.fingerprint
+        self._part, self._fingerprint, self._document = part, line.newest.fingerprint, line.newest
         if part is not None:
             self._share = frozenset(t.uid for t in line.bases[base][0].tensors if t.role in ("param", "buffer"))
         self._load(line, base)
         self.progress.received = self.watermark = base
+        if self.waits and part is None:  # frames of which others may have fewer
+            while self.progress.received + 1 in line.frames:
+                self.progress.received += 1
+                self._entries[self.progress.received] = line.frames[self.progress.received]
         self._say(f"holds step {base} of {self.path.path}, from disk")
 
     def _load(self, line: Line, base: int) -> None:
@@ -581,13 +618,14 @@ class Shadow:
         if held is None or held.step is None or self.attached or self._part is not None:
             return
         found = dict(self._entries)
-        folder = shared.log_folder(self.folder, self.timeline)
+        folder = shared.log_folder(self.folder, self.timeline, self.path.rank)
         for place in (folder, self.path.log(self.timeline)):
             for name in files.listing(place):
                 parsed = parse_name(name)
                 if parsed is None or parsed[0] != self.generation:
                     continue
-                segment = Segment(os.path.join(place, name), self._run, 0, *parsed, in_memory=place == folder).scan()
+                file = os.path.join(place, name)
+                segment = Segment(file, self._run, self.path.rank, *parsed, in_memory=place == folder).scan()
                 for entry in segment.frames:
                     if entry.step > held.step:
                         found.setdefault(entry.step, entry)
@@ -598,7 +636,9 @@ class Shadow:
             if self.attached:
                 return  # it is back, and says everything again
             self._entries = {s: e for s, e in found.items() if s <= n}
-            self.progress.received = self.watermark = n
+            self.progress.received = n
+            if not self.waits:
+                self.watermark = n
 
     def _is_whole(self, entry: FrameEntry) -> bool:
         try:
@@ -668,8 +708,13 @@ class Shadow:
         self._ending = True
 
     def _base_what_waits(self) -> None:
-        """One of several may not have heard how far the others are: bases of what it was to hold next, so that all have one
-        step in common."""
+        """One of several may not have heard how far the others are. So that all have one step in common, what it was to hold
+        next goes to disk too: the frames, or where these are not whole, bases."""
+        if self._part is None:
+            with self._work:
+                waiting = [self._entries[n] for n in sorted(self._entries)]
+            self._keep(waiting)
+            return
         for _ in range(_MAX_WAITING_BASES):
             held = self._held
             if self._part is None or held is None or held.step is None or held.step + 1 not in self._entries:
@@ -686,5 +731,12 @@ class Shadow:
 
     @property
     def is_stored(self) -> bool:
-        """Whether everything it has is in a base on disk."""
-        return 0 <= self.progress.received == self.progress.base
+        """Whether everything it has is on disk."""
+        return 0 <= self.progress.received == max(self.progress.base, self.progress.durable)
+
+
+def _goes_on(before: GenerationDocument | None, now: GenerationDocument) -> bool:
+    """Whether a generation's frames lead on from the same boxes as those of one before it."""
+    if before is None or before.world_size != now.world_size:
+        return False
+    return now.world_size == 1 or before.holding == now.holding

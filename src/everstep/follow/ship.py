@@ -17,7 +17,7 @@ from everstep.format import documents, records
 from everstep.format.documents import StoredTensor
 from everstep.format.segment import parse_name
 from everstep.link import addresses
-from everstep.link.messages import Ack, Bytes, Document, Frame, Resend, Resume, Share, Welcome
+from everstep.link.messages import Ack, Bytes, Document, Resend, Resume, Share, Welcome
 from everstep.link.sockets import Channel
 from everstep.store import files, shared
 from everstep.store.bases import manifest_name, part_file, read_manifest
@@ -36,6 +36,8 @@ TELL_AFTER_S = 2.0
 class RemoteShadow(Conversation):
     """A shadow on another host: this host's memory holds the log until it has arrived there."""
 
+    send_s = _SEND_S
+
     def __init__(
         self, subject: Subject, trainer: Trainer, *, address: str, token: bytes | None, tls: ssl.SSLContext | None,
         partition: Partition | None = None, index: int = 0, interval: int = 0, max_staged_bytes: int = STAGE_BYTES,
@@ -47,7 +49,6 @@ class RemoteShadow(Conversation):
         self._max_staged_bytes = max_staged_bytes
         self._told_version = -1
         self._told_share: frozenset[int] = frozenset()
-        self._told_watermark = -1
         self._address = addresses.parse_address(address)
         self._token, self._tls = token, tls
         self._sent: tuple[str, int] = ("", 0)
@@ -92,7 +93,6 @@ class RemoteShadow(Conversation):
         for name in self._documents():
             self._send_document(channel, name)
         if self._partition is not None:
-            self._told_watermark = -1
             self._send_share(channel)
             if welcome.generation == self.subject.generation and welcome.step >= 0:
                 self._announced = welcome.received
@@ -134,19 +134,18 @@ class RemoteShadow(Conversation):
             return
         part = self.trainer.open_frame  # asked before frames() is: all that come before it are among those
         super()._say_all(channel)
-        if self.takes_parts and part is not None and part.step > self._announced:
+        is_next = not self.trainer.frames(self._announced)
+        if self.takes_parts and part is not None and part.step > self._announced and is_next:
             self._ship(channel, part.path, part.end_offset)
-        if self._partition is not None and self.trainer.watermark > self._told_watermark:
-            sent = [e for e in self.trainer.frames(-1) if e.step <= self._announced]
-            if sent:
-                self._send_frame(channel, sent[-1])
 
     def _has_room(self, entry: FrameEntry) -> bool:
         """Of several shadows, each keeps what others have not received; but not without bound."""
-        if self._partition is None:
+        if not self.waits:
             return True
         waiting = [e for e in self.trainer.frames(self.progress.folded) if e.step <= self._announced]
-        staged = sum(e.end_offset - e.offset for e in waiting) // len(self._partition)
+        staged = sum(e.end_offset - e.offset for e in waiting)
+        if self._partition is not None:
+            staged //= len(self._partition)
         return len(waiting) < MIN_STAGED or staged < self._max_staged_bytes
 
     def _announce(self, channel: Channel, entry: FrameEntry) -> None:
@@ -180,7 +179,7 @@ class RemoteShadow(Conversation):
             return [(at, entry.end_offset)]
         parsed = parse_name(os.path.basename(entry.path))
         assert parsed is not None
-        seed = records.seed_of(bytes.fromhex(self.subject.run), parsed[0], 0, parsed[1])
+        seed = records.seed_of(bytes.fromhex(self.subject.run), parsed[0], self.subject.path.rank, parsed[1])
         frame = PartFrame(entry, reader, seed)
         partition.see(frame.footer.ops)
         if partition.version != self._told_version:
@@ -194,13 +193,8 @@ class RemoteShadow(Conversation):
             raise CorruptionError(f"{entry.path} does not begin as a segment does")
         return [(0, head.padded_bytes), *frame.of(partition.of(self._index)).ranges()]
 
-    def _send_frame(self, channel: Channel, entry: FrameEntry) -> None:
-        """The frame is complete there."""
-        self._told_watermark = entry.step if self._partition is None else self.trainer.watermark
-        message = Frame(
-            entry.step, _name(entry.path), entry.offset, entry.footer_offset, entry.end_offset, self._told_watermark
-        )
-        channel.send(message, timeout=_SEND_S)
+    def _segment(self, entry: FrameEntry) -> str:
+        return _name(entry.path)
 
     def _heard_progress(self, ack: Ack) -> None:
         if ack.folded >= 0:

@@ -20,6 +20,7 @@ from everstep.link.messages import (
     Ack,
     Bye,
     Close,
+    Frame,
     Hello,
     Message,
     Mismatch,
@@ -69,7 +70,12 @@ class Trainer(Protocol):
 
     @property
     def watermark(self) -> int:
-        """The greatest step that all shadows have received."""
+        """The greatest step that all shadows have received, those of other ranks too."""
+        ...
+
+    @property
+    def num_needed(self) -> int:
+        """So many shadows are needed to have a state: this one, and those that it must not be ahead of."""
         ...
 
     def frames(self, after: int) -> list[FrameEntry]:
@@ -109,6 +115,7 @@ class Trainer(Protocol):
 class Conversation:
     """One shadow, from this trainer's side. What differs between shadows here and elsewhere is in the subclasses."""
 
+    send_s = SEND_S
     takes_parts = False
     """Whether it is sent what there is of a frame before the rest of it is known."""
 
@@ -124,6 +131,9 @@ class Conversation:
         """It is gone with what only it had: since this step the trainer alone has the steps after the last base."""
         self._announced = -1
         """It has been told of frames up to this step."""
+        self._told_watermark = -1
+        self.waits = trainer.num_needed > 1
+        """Whether the shadow folds only what others have too."""
         self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
@@ -181,7 +191,7 @@ class Conversation:
     def _introduce(self, channel: Channel, token: bytes | None = None) -> None:
         subject = self.subject
         hello = Hello(
-            VERSION, subject.run, subject.path.path, subject.timeline, subject.generation, 0, "train",
+            VERSION, subject.run, subject.path.path, subject.timeline, subject.generation, subject.path.rank, "train",
             {k: str(v) for k, v in describe_writer().items()},
         )  # fmt: skip
         welcome = sockets.introduce(channel, hello, token)
@@ -189,7 +199,7 @@ class Conversation:
         with contextlib.suppress(queue.Empty):
             while True:
                 self._messages.get_nowait()  # where things stand is said anew
-        self._announced = -1
+        self._announced = self._told_watermark = -1
         self._before_resume(channel, welcome)
         channel.send(Resume(subject.generation, subject.timeline, subject.resume_step), timeout=SEND_S)
 
@@ -215,9 +225,19 @@ class Conversation:
                 channel.send(self._messages.get_nowait(), timeout=SEND_S)
         for entry in self.trainer.frames(self._announced):
             if not self._has_room(entry):
-                return
+                break
             self._announce(channel, entry)
             self._announced = entry.step
+        if self.waits and self.trainer.watermark > self._told_watermark:
+            sent = [e for e in self.trainer.frames(-1) if e.step <= self._announced]
+            if sent:
+                self._send_frame(channel, sent[-1])  # again, for the watermark's sake
+
+    def _send_frame(self, channel: Channel, entry: FrameEntry) -> None:
+        """The frame is complete there, and how far all shadows are."""
+        self._told_watermark = self.trainer.watermark if self.waits else entry.step
+        where = (entry.offset, entry.footer_offset, entry.end_offset)
+        channel.send(Frame(entry.step, self._segment(entry), *where, self._told_watermark), timeout=self.send_s)
 
     def _hear(self, channel: Channel, message: Message) -> None:
         if isinstance(message, Ack):
@@ -276,6 +296,10 @@ class Conversation:
 
     def _announce(self, channel: Channel, entry: FrameEntry) -> None:
         """Tell the shadow of a frame."""
+        self._send_frame(channel, entry)
+
+    def _segment(self, entry: FrameEntry) -> str:
+        """What the shadow calls the file that a frame is in."""
         raise NotImplementedError
 
     def _heard_resend(self, channel: Channel, message: Resend) -> None:

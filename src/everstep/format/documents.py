@@ -80,6 +80,22 @@ class KeptDocument(msgspec.Struct):
     """(first, last, generation) of steps that this generation never stored, because storage had failed."""
 
 
+class TuningDocument(msgspec.Struct):
+    """tuning.json: what the tuner has learned and decided. Restoring needs nothing of it."""
+
+    generation: int = 0
+    """The newest that was tuned."""
+    closed: bool = False
+    """Whether that one ended because it was told to; if not, and another has begun, it failed."""
+    num_failures: int = 0
+    up_s: float = 0.0
+    """Time in which these happened."""
+    averages: dict[str, tuple[float, int]] = {}
+    """Name -> (moving average, number of values)."""
+    decisions: tuple[dict[str, Any], ...] = ()
+    """Oldest first: generation, step, time, changed, setting, expected, reason, broken."""
+
+
 class StoredTensor(msgspec.Struct, omit_defaults=True):
     """One tensor of a base."""
 
@@ -169,7 +185,7 @@ def body(data: bytes) -> bytes:
 # Made while one thread imports this: msgspec prepares a type at its first use, and crashes if two threads are at it at once.
 _DECODERS: dict[type[Any], Any] = {
     kind: msgspec.json.Decoder(kind)
-    for kind in (RunDocument, TimelineDocument, GenerationDocument, KeptDocument, Manifest, Layout)
+    for kind in (RunDocument, TimelineDocument, GenerationDocument, KeptDocument, TuningDocument, Manifest, Layout)
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import msgspec
@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from everstep import sharding, tree
-from everstep.atoms import Atom
+from everstep.atoms import Atom, owner_of_strays
 from everstep.errors import MismatchError
 from everstep.fold import OptimizerState, State, class_name
 from everstep.naming import UNDECLARED, Declared, Inventory, outer_of, take_inventory
@@ -74,7 +74,8 @@ def _compare_atoms(state: State, live: Inventory) -> list[str]:
 
 
 def _made_by_optimizer(atom: Atom, state: State) -> bool:
-    return atom.owner in state.optimizers and atom.owner not in state.layout.models
+    models = state.layout.models
+    return atom.owner not in models and atom.owner in [owner_of_strays(name, models) for name in state.optimizers]
 
 
 def _compare_groups(state: State, live: Inventory, name: str, optimizer: Optimizer) -> list[str]:
@@ -218,7 +219,6 @@ def _placed(value: Any, p: torch.Tensor) -> Any:
 
 def public_state(state: State, extras: dict[str, Any]) -> dict[str, Any]:
     """What History.state returns: plain nested dicts of whole tensors, by names."""
-    names = {a.uid: a.name for a in state.layout.atoms}
     models: dict[str, dict[str, torch.Tensor]] = {m: {} for m in state.layout.models}
     for atom in state.layout.atoms:
         if atom.owner not in models or not atom.persistent:
@@ -229,6 +229,7 @@ def public_state(state: State, extras: dict[str, Any]) -> dict[str, Any]:
             models[owner or atom.owner][other] = state.tensors[atom.uid]
     optimizers = {}
     for name, saved in state.optimizers.items():
+        names = _names_of(state, {uid for group in (*saved.params, saved.state) for uid in group})
         optimizers[name] = {
             "state": {names[u]: values for u, values in saved.state.items() if u in names},
             "param_groups": [
@@ -243,3 +244,10 @@ def public_state(state: State, extras: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _names_of(state: State, uids: Set[int]) -> dict[int, str]:
+    """What an optimizer's parameters are called in its state: their names, after their models' if two are equal."""
+    atoms = state.layout.by_uid()
+    names = {u: atoms[u].name for u in uids if u in atoms}
+    if len(set(names.values())) == len(names):
+        return names
+    return {u: f"{atoms[u].owner}.{name}" for u, name in names.items()}

@@ -152,14 +152,28 @@ class Source:
     era: Era
     step: int
     layouts: list[Layout] = field(default_factory=list)
+    """Of the ranks that wrote it."""
     atoms: dict[int, Atom] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.layouts = [layout_at(line, self.step) for line in self.era.lines]
+        self.layouts = self.read_layouts()
         found = {atom.uid: atom for layout in reversed(self.layouts) for atom in layout.atoms}
         order = _merged([layout.order or tuple(a.uid for a in layout.atoms) for layout in self.layouts])
-        alone = self.era.world_size == 1
+        alone = self.world_size == 1
         self.atoms = {uid: _as_whole(found[uid], keep_strides=alone) for uid in order if uid in found}
+
+    @property
+    def world_size(self) -> int:
+        return len(self.layouts)
+
+    def read_layouts(self) -> list[Layout]:
+        return [layout_at(line, self.step) for line in self.era.lines]
+
+    def part(
+        self, rank: int, only: Mapping[int, Ranges] | None, live: Live | None, *, shared: bool = False
+    ) -> Restored:
+        """What one rank had; `only` and `shared` as for restore()."""
+        return restore(self.era.lines[rank], self.step, live=live, only=only, shared=shared)
 
     @property
     def layout(self) -> Layout:
@@ -193,18 +207,17 @@ def fetch(
     themselves; None: somebody outside. What cannot be had (rank-local, and not of this rank) is not in the state.
     `stateful`: the parameters whose optimizer state is wanted (None: all).
     """
-    era = source.era
     shares = {atom.uid: atom.share for atom in source.layouts[0].atoms}
-    if era.world_size == 1 and {uid: atom.share for uid, atom in wanted.items()} == shares:
-        return restore(era.lines[0], source.step, live=live)
+    if source.world_size == 1 and {uid: atom.share for uid, atom in wanted.items()} == shares:
+        return source.part(0, None, live)
     joiner = _Joiner(source, wanted, Reader(rank, world_size), stateful)
-    near = 0 if rank is None else rank % era.world_size
+    near = 0 if rank is None else rank % source.world_size
     proven, fingerprint = True, {}
     unproven: list[str] = []
     whole: list[Set[int]] = []
     for r, batch in joiner.batches(near):
         only = {uid: joiner.ranges(uid, r) for uid in batch}
-        part = restore(era.lines[r], source.step, live=live, only=only, shared=world_size > 1 and joiner.is_cut(batch))
+        part = source.part(r, only, live, shared=world_size > 1 and joiner.is_cut(batch))
         joiner.add(r, part.state)
         proven = proven and part.proven
         fingerprint = part.fingerprint
@@ -234,7 +247,7 @@ class _Joiner:
             share = _share_of(atom, source.atoms[uid])
             if share is not None:
                 self._readings[uid] = plan_atom(
-                    share, self._held[uid], source.era.world_size, source.atoms[uid].placement, reader
+                    share, self._held[uid], source.world_size, source.atoms[uid].placement, reader
                 )
         lacking = [source.atoms[uid].label() for uid, reading in self._readings.items() if reading.missing]
         if lacking:
@@ -250,11 +263,11 @@ class _Joiner:
         Portions of what is averaged are read from all their ranks one after the other, and settled before the next.
         """
         alone = [uid for uid, reading in self._readings.items() if not reading.is_mean]
-        for r in sorted(range(self._source.era.world_size), key=lambda r: (r != first, r)):
+        for r in sorted(range(self._source.world_size), key=lambda r: (r != first, r)):
             batches = list(self._portions(uid for uid in alone if r in self._readings[uid].cuts))
             yield from ((r, batch) for batch in (batches or [set()] if r == first else batches))
         for batch in self._portions(uid for uid, reading in self._readings.items() if reading.is_mean):
-            for r in range(self._source.era.world_size):
+            for r in range(self._source.world_size):
                 of_rank = {uid for uid in batch if r in self._readings[uid].cuts}
                 if of_rank:
                     yield r, of_rank

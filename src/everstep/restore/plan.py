@@ -80,6 +80,12 @@ class Line:
         """Timelines of the line, newest first."""
         return list(dict.fromkeys(s.timeline for s in self.spans))
 
+    @property
+    def generations(self) -> list[GenerationDocument]:
+        """Those of the line, newest first."""
+        known = self.listing.generations()
+        return [known[s.generation] for s in self.spans]
+
     def steps(self) -> list[int]:
         """Every restorable step, in order."""
         found: set[int] = set(self.bases)
@@ -202,7 +208,7 @@ def line_to(listing: Listing, generation: int, *, check_tail: bool = True) -> Li
 
 def _check_no_newer_damaged(listing: Listing, newest: int) -> None:
     for timeline in listing.timelines:
-        for name in os.listdir(listing.path.generations(timeline)):
+        for name in files.listing(listing.path.generations(timeline)):
             digits = name.removesuffix(".json")
             if name.endswith(".json") and digits.isdigit() and int(digits) > newest:
                 raise CorruptionError(
@@ -291,7 +297,7 @@ def _add_limits(line: Line, span: Span, before: Span | None) -> None:
     if begins:
         line.horizon = max(line.horizon, span.low)
     if span.low and not begins and not (before is not None and before.in_memory):
-        line.durable_step = max(line.durable_step, span.low)
+        line.durable_step = max(line.durable_step, span.low if span.high is None else min(span.low, span.high))
 
 
 def _add_problems(line: Line, span: Span) -> None:
@@ -359,10 +365,10 @@ def line_files(line: Line, plan: Plan | None) -> list[str]:
     if plan is not None:
         found += [os.path.join(plan.base_folder, name) for name in ("manifest.json", *plan.base.files)]
     found += [path for path, segment in line.segments.items() if not segment.in_memory]
-    found += [os.path.join(folder, name) for _, folder in line.bases.values() for name in os.listdir(folder)]
+    found += [os.path.join(folder, name) for _, folder in line.bases.values() for name in files.listing(folder)]
     for span in line.spans:
         found.append(os.path.join(path.generations(span.timeline), f"{span.generation:06d}.json"))
     for timeline in line.timelines:
         found.append(os.path.join(path.timeline(timeline), "timeline.json"))
-        found += [os.path.join(path.layouts(timeline), n) for n in os.listdir(path.layouts(timeline))]
+        found += [os.path.join(path.layouts(timeline), n) for n in files.listing(path.layouts(timeline))]
     return [f for f in found if os.path.exists(f)]

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import xxhash
 
 from everstep.atoms import Layout
-from everstep.errors import CorruptionError, FormatError, NotARunError, RunBusyError
+from everstep.errors import CorruptionError, FormatError, NotARunError, RunBusyError, UsageError
 from everstep.format import documents
 from everstep.format.documents import (
     FORMAT_MAJOR,
@@ -28,6 +28,7 @@ from everstep.format.documents import (
     Manifest,
     RunDocument,
     TimelineDocument,
+    TuningDocument,
 )
 from everstep.format.parts import Part
 from everstep.format.segment import parse_name
@@ -36,7 +37,8 @@ from everstep.store.segments import Segment
 
 RUN_FILE = "run.json"
 LOCK_FILE = "lock"
-_OURS = {RUN_FILE, LOCK_FILE, "timelines", "pool"}
+TUNING_FILE = "tuning.json"
+_OURS = {RUN_FILE, LOCK_FILE, TUNING_FILE, "timelines", "pool"}
 
 
 class RunPath:
@@ -44,6 +46,8 @@ class RunPath:
 
     def __init__(self, path: str | os.PathLike[str], rank: int = 0) -> None:
         """`rank`: whose part of it. Documents are the run's; log, bases, retention and lock are a rank's own."""
+        if not isinstance(path, (str, os.PathLike)) or "://" in os.fspath(path):
+            raise UsageError(f"a run is at the path of a folder on a mounted file system, not at {path!r}")
         self.path = os.path.abspath(os.fspath(path))
         self.rank = rank
 
@@ -77,6 +81,9 @@ class RunPath:
     def kept(self, timeline: int) -> str:
         name = f"kept-{self.rank:05d}.json" if self.rank else "kept.json"
         return os.path.join(self.timeline(timeline), name)
+
+    def tuning(self) -> str:
+        return os.path.join(self.path, f"tuning-{self.rank:05d}.json" if self.rank else TUNING_FILE)
 
     def lock(self) -> str:
         return os.path.join(self.path, f"{LOCK_FILE}-{self.rank:05d}" if self.rank else LOCK_FILE)
@@ -161,6 +168,10 @@ class RunPath:
         name = f"{document.generation:06d}.json"
         files.write_whole(os.path.join(self.generations(document.timeline), name), documents.encode(document))
 
+    def read_generation(self, timeline: int, generation: int) -> GenerationDocument:
+        path = os.path.join(self.generations(timeline), f"{generation:06d}.json")
+        return documents.decode(files.read_whole(path), GenerationDocument, path)
+
     def write_layout(self, timeline: int, layout: Layout) -> None:
         """Durable on return."""
         files.write_whole(os.path.join(self.layouts(timeline), f"{layout.id}.json"), documents.encode(layout))
@@ -188,6 +199,16 @@ class RunPath:
     def write_kept(self, timeline: int, document: KeptDocument) -> None:
         files.write_whole(self.kept(timeline), documents.encode(document))
 
+    def read_tuning(self) -> TuningDocument:
+        """What the tuner knew; empty if there was none."""
+        try:
+            return documents.decode(files.read_whole(self.tuning()), TuningDocument, self.tuning())
+        except FileNotFoundError:
+            return TuningDocument()
+
+    def write_tuning(self, document: TuningDocument) -> None:
+        files.write_whole(self.tuning(), documents.encode(document))
+
     def make_part(self, timeline: int) -> None:
         """The folders of this rank's own; durable on return."""
         for folder in (self.bases(timeline), self.log(timeline)):
@@ -207,6 +228,13 @@ class RunPath:
             for name in files.listing(folder):
                 if name.endswith(".tmp"):
                     files.remove(os.path.join(folder, name))
+
+    def remove_after(self, timeline: int, step: int) -> None:
+        """Remove this rank's bases of later steps: a generation has just begun at this one, and they count no more. Nor
+        must they look like those that it will write."""
+        for name in files.listing(self.bases(timeline)):
+            if name.isdigit() and int(name) > step:
+                bases.remove_base(os.path.join(self.bases(timeline), name))
 
     def read_layout(self, layout_id: str, timelines: list[int]) -> Layout:
         """A layout by its id, wherever it was written."""

@@ -12,8 +12,9 @@ import errno
 import hashlib
 import mmap
 import os
+import shutil
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import numpy as np
 
@@ -53,6 +54,22 @@ def make_private(folder: str) -> None:
 def log_folder(shared: str, timeline: int, rank: int = 0) -> str:
     """Where segments of a timeline are, below a run's folder in memory."""
     return os.path.join(shared, f"log-{timeline:04d}-{rank:05d}")
+
+
+def log_folders(shared: str, rank: int = 0) -> list[str]:
+    """Those of one rank, of all timelines."""
+    found = os.listdir(shared) if os.path.isdir(shared) else []
+    return [os.path.join(shared, name) for name in found if name.startswith("log-") and name.endswith(f"-{rank:05d}")]
+
+
+def remove(shared: str, ranks: Collection[int], *, everything: bool = False) -> None:
+    """The logs of these ranks; and where no other is left, the run's folder."""
+    for rank in ranks:
+        for folder in log_folders(shared, rank):
+            shutil.rmtree(folder, ignore_errors=True)
+    others = [name for name in os.listdir(shared) if name.startswith("log-")] if os.path.isdir(shared) else []
+    if everything or (ranks and not others):
+        shutil.rmtree(shared, ignore_errors=True)
 
 
 def _error(op: str, path: str, e: OSError) -> StorageError:

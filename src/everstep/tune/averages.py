@@ -1,0 +1,127 @@
+"""What a run measures, as moving averages, and from them what the model wants to know."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from everstep.tune.model import Codec, Measured
+
+WEIGHT = 0.3
+"""Of a new value in an average, once there are a few."""
+NOISY_WEIGHT = 0.1
+"""The same for what is a small difference of two large numbers."""
+INTERFERENCE = 0.02
+"""A base is never taken to cost training less than this part of the time that writing it takes."""
+PRIOR_S = 86400.0
+"""A run of which nothing is known yet is taken to fail once in so long."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counters:
+    """Where a run's counters stand at one moment."""
+
+    step: int
+    trained_s: float
+    """Time of the steps so far, pauses of the user's left out, stalls included."""
+    waited_s: float
+    """Training's waiting for the writer."""
+    hook_s: float
+    """The training thread's time in hooks and commits, and its other stalls."""
+    log_bytes: int
+    write_s: float
+    """The writer thread's time, syncs included."""
+    sync_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseMade:
+    """What a follower tells of a base."""
+
+    num_bytes: int
+    write_s: float
+    num_folded: int
+    """Steps; 0 if it had to load a base first, which is no measure of folding."""
+    fold_s: float
+
+
+class Averages:
+    """Moving averages by name; they outlive the process as a plain dict."""
+
+    def __init__(self, kept: dict[str, tuple[float, int]] | None = None) -> None:
+        self._values = dict(kept or {})
+
+    def add(self, name: str, value: float, weight: float = WEIGHT) -> None:
+        mean, count = self._values.get(name, (0.0, 0))
+        self._values[name] = mean + max(weight, 1 / (count + 1)) * (value - mean), count + 1
+
+    def get(self, name: str, otherwise: float = 0.0) -> float:
+        return self._values.get(name, (otherwise, 0))[0]
+
+    def count(self, name: str) -> int:
+        return self._values.get(name, (0.0, 0))[1]
+
+    def kept(self) -> dict[str, tuple[float, int]]:
+        return dict(self._values)
+
+    def quiet(self, begun: Counters, ended: Counters, batch_steps: int) -> None:
+        """Between two bases: what steps and their frames cost."""
+        steps = ended.step - begun.step
+        if steps < 1:
+            return
+        step_s, waited_s, hook_s, sync_s = (
+            (getattr(ended, name) - getattr(begun, name)) / steps for name in ("trained_s", "waited_s", "hook_s", "sync_s")
+        )
+        write_s = max((ended.write_s - begun.write_s) / steps - sync_s, 0.0)
+        # Waiting for a writer that cannot keep up is the model's own business; only what is beyond that is a sync's.
+        backlog_s = max(write_s + sync_s - (step_s - waited_s - hook_s), 0.0)
+        self.add("step_s", step_s)
+        self.add("waited_s", waited_s)
+        self.add("hook_s", hook_s)
+        self.add("frame_bytes", (ended.log_bytes - begun.log_bytes) / steps)
+        self.add("write_s", write_s)
+        self.add("sync_s", sync_s * batch_steps)
+        self.add("batch_stall_s", max(waited_s - backlog_s, 0.0) * batch_steps)
+
+    def base(self, begun: Counters, ended: Counters, made: BaseMade) -> None:
+        """While a base was made: how much longer its steps took than those of quiet times. Noise may be below zero, and is
+        kept so, or the average would only ever grow."""
+        if self.count("step_s"):
+            steps = ended.step - begun.step
+            self.add("base_stall_s", ended.trained_s - begun.trained_s - steps * self.get("step_s"), NOISY_WEIGHT)
+        self.add("base_s", made.write_s)
+        self.add("state_bytes", made.num_bytes)
+        if made.num_folded:
+            self.add("fold_s", made.fold_s / made.num_folded)
+
+    def recovered(self, seconds: float, num_steps: int) -> None:
+        """A state was loaded and so many steps were replayed: what that took over what was expected."""
+        expected = self.get("base_s") + num_steps * self.get("fold_s")
+        if expected > 0:
+            self.add("recovery", seconds / expected)
+
+    def ready(self) -> bool:
+        """Whether enough was seen for an opinion."""
+        return min(self.count("step_s"), self.count("base_stall_s"), self.count("fold_s")) >= 2
+
+    def measured(
+        self, *, failure_rate: float, memory_bytes: float, segment_bytes: float, copy_bytes_s: float
+    ) -> Measured:
+        """What the model wants to know. Reading and replaying are taken to be as quick as writing and the follower's folding
+        are, until a recovery has shown by what factor they are not; a shadow's state is had at `copy_bytes_s`."""
+        write_s = max(self.get("write_s"), 1e-9)
+        step_s = max(self.get("step_s") - self.get("waited_s") - self.get("hook_s"), 1e-6)
+        frame_bytes, recovery = self.get("frame_bytes"), self.get("recovery", 1.0)
+        return Measured(
+            step_s=step_s, state_bytes=self.get("state_bytes"), codecs=(Codec(name="auto", frame_bytes=frame_bytes),),
+            disk_bytes_s=max(frame_bytes, 1.0) / write_s, sync_s=self.get("sync_s"), base_s=self.get("base_s"),
+            load_s=recovery * self.get("base_s"), replay_s=recovery * self.get("fold_s"), fold_s=self.get("fold_s"),
+            fetch_s=self.get("state_bytes") / copy_bytes_s, ship_bytes_s=copy_bytes_s,
+            hook_s=self.get("hook_s"), batch_stall_s=self.get("batch_stall_s"),
+            base_stall_s=max(self.get("base_stall_s"), INTERFERENCE * self.get("base_s")), failure_rate=failure_rate,
+            memory_bytes=memory_bytes, segment_bytes=segment_bytes,
+        )  # fmt: skip
+
+
+def estimated_rate(num_failures: int, up_s: float) -> float:
+    """Failures a second of a run that has had so many in this time; without any, what one in PRIOR_S would have shown."""
+    return (num_failures + 1) / (up_s + PRIOR_S)

@@ -1,0 +1,90 @@
+"""When to change one's mind: at bases, when enough was measured, and when it is worth it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from everstep.tune.averages import Averages
+from everstep.tune.choice import Decision, choose, describe
+from everstep.tune.model import Limits, Measured, Setting, cost_of
+
+MARGIN = 0.1
+"""A change must save this part of what is wasted …"""
+WORTH = 1e-4
+"""… and this part of all time."""
+LARGEST_CHANGE = 4
+"""Times more or less in one decision: what was measured under one setting says less of one that is far away."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What the tuner made of what was known at a base."""
+
+    step: int
+    changed: bool
+    decision: Decision
+    """Its setting is in force from here on."""
+
+
+def is_worth(then: float, now: float) -> bool:
+    """Whether another goodput is so much better that a change pays."""
+    return then - now > max(MARGIN * (1 - now), WORTH)
+
+
+class Tuner:
+    """Holds the setting in force. Pure but for what it remembers; one thread."""
+
+    def __init__(
+        self, setting: Setting, limits: Limits, *, modes: Sequence[str] = ("delta",), bases: int = 2, max_batch: int = 1
+    ) -> None:
+        """`modes` that may be changed to; `bases` that are to be kept; `max_batch` 1: the number of steps a sync is not its
+        business."""
+        self.setting = setting
+        self._limits, self._modes, self._bases, self._max_batch = limits, modes, bases, max_batch
+
+    def at_base(self, step: int, averages: Averages, measured: Measured) -> Verdict | None:
+        """Decide anew; None while too little was measured."""
+        if not averages.ready():
+            return None
+        best = choose(measured, self._limits, modes=self._modes, bases=self._bases, max_batch=self._max_batch)
+        wanted = self._towards(best.setting)
+        now, then = cost_of(measured, self.setting), cost_of(measured, wanted)
+        saved = then.goodput - now.goodput
+        at_odds = self._breaks(measured, self.setting) > self._breaks(measured, wanted)
+        reason = best.reason if wanted == best.setting else f"on the way to {best.reason}"
+        if wanted == self.setting:
+            why = f"as before: {reason}"
+        elif at_odds:
+            why = f"limits would not be kept otherwise: {reason}"
+        elif is_worth(then.goodput, now.goodput):
+            why = f"saves {saved:.2%} of all time: {reason}"
+        else:
+            why = f"as before: {describe(wanted)} would save only {max(saved, 0.0):.3%} of all time"
+            wanted, then = self.setting, now
+        changed = wanted != self.setting
+        self.setting = wanted
+        return Verdict(
+            step=step, changed=changed, decision=Decision(setting=wanted, cost=then, reason=why, broken=best.broken)
+        )
+
+    def _breaks(self, measured: Measured, setting: Setting) -> float:
+        """By how much a setting breaks limits, in all; 0: it keeps them."""
+        cost, limits = cost_of(measured, setting), self._limits
+        pairs = (
+            (cost.overhead, limits.max_overhead), (cost.worst_recovery_s, limits.max_recovery_s),
+            (cost.kept_bytes, limits.max_bytes), (1 / max(cost.keeps_up, 1e-9), 1.0),
+        )  # fmt: skip
+        return float(sum(max(value / limit - 1, 0.0) for value, limit in pairs if limit is not None))
+
+    def _towards(self, best: Setting) -> Setting:
+        now = self.setting
+        return replace(
+            best,
+            base_interval=_near(best.base_interval, now.base_interval),
+            batch_steps=_near(best.batch_steps, now.batch_steps),
+        )
+
+
+def _near(wanted: int, now: int) -> int:
+    return min(max(wanted, -(-now // LARGEST_CHANGE)), now * LARGEST_CHANGE)

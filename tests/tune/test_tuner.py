@@ -1,0 +1,159 @@
+"""Averages of what a run measures, and a tuner that changes its mind seldom."""
+
+import numpy as np
+import pytest
+
+from everstep.tune.averages import INTERFERENCE, PRIOR_S, Averages, BaseMade, Counters, estimated_rate
+from everstep.tune.model import Limits, Measured, Setting, cost_of
+from everstep.tune.tuner import LARGEST_CHANGE, Tuner
+
+
+class Training:
+    """A run whose numbers are made up: it feeds averages as a keeper does."""
+
+    def __init__(self, *, step_s=0.1, frame_bytes=1_000_000, sync_s=0.001, write_s=0.002, base_stall_s=0.2, noise=0.0):
+        self.averages = Averages()
+        self.hook_s = self.sync_wait_s = 0.0
+        self._costs = (step_s, frame_bytes, sync_s, write_s)
+        self.base_stall_s = base_stall_s
+        self._random, self._noise = np.random.default_rng(0), noise
+        self.now = Counters(step=0, trained_s=0.0, waited_s=0.0, hook_s=0.0, log_bytes=0, write_s=0.0, sync_s=0.0)
+
+    def train(self, steps, batch=1, extra_s=0.0):
+        step_s, frame_bytes, sync_s, write_s = self._costs
+        waits_s = steps * (max(write_s + sync_s / batch - step_s, 0.0) + self.sync_wait_s / batch)
+        n = self.now
+        took_s = steps * (step_s * (1 + self._noise * self._random.normal()) + self.hook_s) + waits_s + extra_s
+        self.now = Counters(
+            step=n.step + steps, log_bytes=n.log_bytes + steps * frame_bytes, waited_s=n.waited_s + waits_s,
+            hook_s=n.hook_s + steps * self.hook_s, trained_s=n.trained_s + took_s,
+            write_s=n.write_s + steps * (write_s + sync_s / batch), sync_s=n.sync_s + steps * sync_s / batch,
+        )  # fmt: skip
+        return n, self.now
+
+    def bases(self, count, setting):
+        for _ in range(count):
+            self.averages.quiet(*self.train(setting.base_interval, setting.batch_steps), setting.batch_steps)
+            steps = setting.base_interval
+            made = BaseMade(num_bytes=3_000_000, write_s=0.05, num_folded=steps, fold_s=0.01 * steps)
+            self.averages.base(*self.train(5, setting.batch_steps, self.base_stall_s), made)
+
+    def measured(self, rate=1 / 3600) -> Measured:
+        return self.averages.measured(failure_rate=rate, memory_bytes=1e9, segment_bytes=0, copy_bytes_s=1e9)
+
+
+def test_averages_find_what_steps_and_bases_cost():
+    training = Training()
+    training.hook_s = 0.002
+    training.bases(4, Setting(base_interval=50))
+    found = training.measured()
+    assert found.step_s == pytest.approx(0.1) and found.hook_s == pytest.approx(0.002)
+    assert found.base_stall_s == pytest.approx(0.2)
+    assert found.codecs[0].frame_bytes == 1_000_000
+    assert found.disk_bytes_s == pytest.approx(1_000_000 / 0.002)
+    assert found.sync_s == pytest.approx(0.001)
+    assert (found.fold_s, found.base_s, found.state_bytes) == (pytest.approx(0.01), pytest.approx(0.05), 3_000_000)
+
+
+def test_a_writer_that_cannot_keep_up_is_not_counted_twice():
+    training = Training(sync_s=0.15)
+    training.bases(4, Setting())
+    found = training.measured()
+    assert found.step_s == pytest.approx(0.1) and found.batch_stall_s == pytest.approx(0.0, abs=1e-9)
+    assert cost_of(found, Setting()).overhead == pytest.approx((0.152 - 0.1) / 0.1 + 0.2 / 20, rel=0.01)
+
+
+def test_what_a_sync_costs_is_found_whatever_the_batch_is():
+    """Training waits 2 ms for every sync of a writer that keeps up."""
+    for batch in (1, 4):
+        training = Training()
+        training.sync_wait_s = 0.002
+        training.bases(3, Setting(batch_steps=batch))
+        found = training.measured()
+        assert found.batch_stall_s == pytest.approx(0.002) and found.sync_s == pytest.approx(0.001)
+        assert found.step_s == pytest.approx(0.1)
+
+
+def test_noise_does_not_make_bases_free():
+    training = Training(base_stall_s=-0.5)
+    training.bases(3, Setting())
+    assert training.measured().base_stall_s == pytest.approx(INTERFERENCE * 0.05)
+
+
+def test_a_recovery_corrects_what_is_expected_of_the_next():
+    training = Training()
+    training.bases(3, Setting())
+    before = training.measured()
+    training.averages.recovered(0.5 * (0.05 + 100 * 0.01), 100)
+    assert training.measured().replay_s == pytest.approx(before.replay_s / 2)
+    assert training.measured().load_s == pytest.approx(before.load_s / 2)
+
+
+def test_averages_go_on_from_what_was_kept():
+    training = Training()
+    training.bases(3, Setting())
+    again = Averages(training.averages.kept())
+    assert again.kept() == training.averages.kept() and again.ready()
+
+
+def test_nothing_is_decided_before_there_are_measurements():
+    training = Training()
+    tuner = Tuner(Setting(), Limits())
+    training.bases(1, Setting())
+    assert tuner.at_base(50, training.averages, training.measured()) is None
+
+
+def test_the_tuner_goes_to_the_best_setting_in_a_few_bases_and_stays_there():
+    training = Training(noise=0.02)
+    tuner = Tuner(Setting(base_interval=2), Limits())
+    training.bases(2, tuner.setting)
+    changes = []
+    for _ in range(30):
+        before = tuner.setting.base_interval
+        training.bases(1, tuner.setting)
+        verdict = tuner.at_base(training.now.step, training.averages, training.measured())
+        if verdict.changed:
+            changes.append(verdict)
+            assert verdict.decision.setting.base_interval <= LARGEST_CHANGE * before
+            assert "saves" in verdict.decision.reason
+        else:
+            assert "as before" in verdict.decision.reason
+    assert 1 <= len(changes) <= 6
+    best = np.sqrt(2 * 0.2 / (1 / 3600 * 0.01 * 0.1))
+    assert 0.4 * best < tuner.setting.base_interval < 2.5 * best
+
+
+def test_a_gain_that_is_not_worth_it_changes_nothing():
+    training = Training()
+    setting = Setting(base_interval=1500)
+    training.bases(3, setting)
+    tuner = Tuner(setting, Limits())
+    verdict = tuner.at_base(training.now.step, training.averages, training.measured())
+    assert not verdict.changed and tuner.setting == setting and "would save only" in verdict.decision.reason
+
+
+def test_a_limit_that_is_not_kept_changes_the_setting_at_once():
+    training = Training()
+    setting = Setting(base_interval=1000)
+    training.bases(3, setting)
+    tuner = Tuner(setting, Limits(max_recovery_s=3.0))
+    verdict = tuner.at_base(training.now.step, training.averages, training.measured(1e-6))
+    assert verdict.changed and verdict.decision.cost.worst_recovery_s <= 4.0 and "limits" in verdict.decision.reason
+    tuner.at_base(training.now.step, training.averages, training.measured(1e-6))
+    assert cost_of(training.measured(1e-6), tuner.setting).worst_recovery_s <= 3.0
+
+
+def test_a_slow_disk_gets_larger_batches_and_only_if_they_may_be_changed():
+    for max_batch in (1, 64):
+        training = Training(sync_s=0.4)
+        tuner = Tuner(Setting(), Limits(), max_batch=max_batch)
+        for _ in range(6):
+            training.bases(1, tuner.setting)
+            tuner.at_base(training.now.step, training.averages, training.measured())
+        assert (tuner.setting.batch_steps > 3) == (max_batch > 1)
+
+
+def test_the_failure_rate_begins_with_one_a_day_and_follows_what_happens():
+    assert estimated_rate(0, 0.0) == 1 / PRIOR_S
+    assert estimated_rate(0, 9 * PRIOR_S) == pytest.approx(0.1 / PRIOR_S)
+    assert estimated_rate(100, PRIOR_S) == pytest.approx(50.5 / PRIOR_S)
