@@ -134,6 +134,14 @@ class Segment:
             out = np.zeros((header["raw_bytes"] // size, size), np.uint8)
             out[indices] = np.frombuffer(stored, np.uint8, offset=8 + 4 * kept).reshape(kept, size)
             raw = out.tobytes()
+        elif codec == (3, 1):
+            block, bits, num = struct.unpack_from("<I", stored)[0], stored[4], header["count"]
+            scales_end = 8 + 2 * -(-num // block)
+            scales = (np.frombuffer(stored[8:scales_end], "<u2").astype("<u4") << 16).view("<f4")
+            codes = np.frombuffer(stored[scales_end:], np.int8)
+            if bits == 4:
+                codes = np.stack([codes << 4 >> 4, codes >> 4], axis=1).reshape(-1)
+            raw = (codes[:num] * scales[np.arange(num) // block]).astype("<f4").tobytes()
         else:
             raise DamagedError(f"unknown codec {codec}")
         assert len(raw) == header["raw_bytes"] == header["count"] * size
@@ -356,7 +364,7 @@ def check(reader: SpecReader, step: int, expected: dict[str, Any]) -> None:
     assert xxhash.xxh3_64_hexdigest(state["cursor"]["rng"]["torch"].tobytes()) == expected["torch_rng"]
 
 
-@pytest.mark.parametrize("run", ["plain", "forked"])
+@pytest.mark.parametrize("run", ["plain", "forked", "quantized"])
 def test_a_reader_written_from_the_specification_finds_every_bit_of_the_golden_runs(run: str) -> None:
     reader = SpecReader(GOLDEN / run)
     assert reader.steps() == EXPECTED[run]["steps"]
@@ -365,7 +373,7 @@ def test_a_reader_written_from_the_specification_finds_every_bit_of_the_golden_r
         check(reader, int(step), expected)
 
 
-@pytest.mark.parametrize("run", ["plain", "forked"])
+@pytest.mark.parametrize("run", ["plain", "forked", "quantized"])
 def test_this_version_finds_every_bit_of_the_golden_runs(run: str, tmp_path: Path) -> None:
     shutil.copytree(GOLDEN / run, tmp_path / run)
     history = everstep.open(tmp_path / run)
@@ -400,6 +408,10 @@ def test_the_golden_run_has_every_codec_and_a_torn_tail() -> None:
     assert [f["step"] for f in segment.frames] == [1, 2]
     assert segment.header(segment.frames[-1]["records"][0]["at"]) is not None
     assert len(segment.data) % BLOCK
+    run = GOLDEN / "quantized"
+    identity = read_document(run / "run.json")["run"]
+    segment = Segment(run / "timelines/0001/log/rank-00000/g000001-000000000001.frames", identity)
+    assert {r["codec"] for f in segment.frames for r in f["records"] if r["type"] == DATA} == {0, 3}
     assert segment.end is None
 
 
@@ -441,7 +453,7 @@ def test_the_specification_names_every_dtype_tag_operation_record_and_field() ->
 
 
 def test_golden_files_stay_small() -> None:
-    assert sum(f.stat().st_size for f in GOLDEN.rglob("*") if f.is_file()) < 300_000
+    assert sum(f.stat().st_size for f in GOLDEN.rglob("*") if f.is_file()) < 450_000
 
 
 class Growing(nn.Module):

@@ -23,8 +23,8 @@ README = (ROOT / "README.md").read_text()
 
 def test_the_public_names_are_these() -> None:
     assert everstep.__all__ == [
-        "EverstepError", "History", "Retention", "Run", "attach", "data", "early_hook", "errors", "layout", "open",
-        "register", "tune",
+        "EverstepError", "History", "Retention", "Run", "attach", "compress", "data", "early_hook", "errors", "layout",
+        "open", "register", "tune",
     ]  # fmt: skip
     for name in everstep.__all__:
         assert getattr(everstep, name) is not None

@@ -17,7 +17,7 @@ from everstep import errors
 from everstep.errors import EverstepError
 
 if TYPE_CHECKING:
-    from everstep import data, layout, tune
+    from everstep import compress, data, layout, tune
     from everstep.capture.early import early_hook
     from everstep.fold import register
     from everstep.restore.history import History
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "EverstepError", "History", "Retention", "Run", "attach", "data", "early_hook", "errors", "layout", "open", "register",
-    "tune",
+    "EverstepError", "History", "Retention", "Run", "attach", "compress", "data", "early_hook", "errors", "layout", "open",
+    "register", "tune",
 ]  # fmt: skip
 
 # torch is imported by the first name that needs it, not by `everstep --help`.
@@ -38,6 +38,7 @@ _WHERE = {
     "Retention": ("everstep.store.retention", "Retention"),
     "Run": ("everstep.run", "Run"),
     "attach": ("everstep.run", "attach"),
+    "compress": ("everstep.compress", ""),
     "data": ("everstep.data", ""),
     "early_hook": ("everstep.capture.early", "early_hook"),
     "layout": ("everstep.layout", ""),

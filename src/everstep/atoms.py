@@ -15,6 +15,8 @@ PACK_BELOW_BYTES = 1 << 15
 """Smaller gradients of an update share a record."""
 SMALL_BUFFER_BYTES = 1 << 16
 """Buffers up to this size are recorded together."""
+RESIDUALS = "residuals"
+"""The name of the model whose buffers are what gradient compression has left out so far: each rank's own."""
 
 
 def uid_of(*key: str) -> int:

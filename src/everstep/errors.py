@@ -25,6 +25,7 @@
     │   └── UnprovenWarning          a state came back that its audit does not prove to the last bit; says what of it
     ├── SlowResumeWarning            exact, but slower than it could be
     ├── HiddenEditWarning            state was changed behind the version counters; it was caught and recorded
+    ├── NonFiniteWarning             a gradient with NaN or infinite elements was left uncompressed
     └── UnprotectedWarning           training goes on, but steps are not being stored
 
 Each error says what happened, where, and what to do next.
@@ -136,6 +137,10 @@ class SlowResumeWarning(EverstepWarning):
 
 class HiddenEditWarning(EverstepWarning):
     """State was changed by means that no hook sees; it was caught."""
+
+
+class NonFiniteWarning(EverstepWarning):
+    """A gradient with NaN or infinite elements was not compressed: it goes on as it is."""
 
 
 class UnprotectedWarning(EverstepWarning):

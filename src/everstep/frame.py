@@ -180,13 +180,18 @@ class FrameData(Protocol):
     @property
     def ops(self) -> tuple[Op, ...]: ...
 
-    def read(self, wanted: Sequence[Wanted], scratch: Scratch | None = None) -> list[torch.Tensor]:
+    def read(
+        self, wanted: Sequence[Wanted], scratch: Scratch | None = None, *, sparse: bool = False
+    ) -> list[torch.Tensor]:
         """For each (ref, start, stop) its logical elements [start, stop) as a 1-D tensor.
 
-        The caller owns them; with `scratch`, until it is reset.
+        The caller owns them; with `scratch`, until it is reset. `sparse`: where most are zero, perhaps a sparse tensor with
+        all that are not, which has been coalesced.
         """
         ...
 
-    def begin(self, wanted: Sequence[Wanted], scratch: Scratch) -> Callable[[], list[torch.Tensor]]:
+    def begin(
+        self, wanted: Sequence[Wanted], scratch: Scratch, *, sparse: bool = False
+    ) -> Callable[[], list[torch.Tensor]]:
         """read() that goes on in the background where it can; the same thread calls the result."""
         ...

@@ -19,11 +19,11 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 from torch.optim import Optimizer
 
 from everstep import sharding, tree
-from everstep.atoms import Atom, Layout, OptimizerSpec, buffer_uid, owner_of_strays, param_uid
+from everstep.atoms import RESIDUALS, Atom, Layout, OptimizerSpec, buffer_uid, owner_of_strays, param_uid
 from everstep.boxes import Share, filled
 from everstep.errors import UsageError
 from everstep.fold import class_name
-from everstep.layout import Pattern, Patterns
+from everstep.layout import Local, Pattern, Patterns
 from everstep.memory import CODE_BY_DTYPE, dtype_name, strides_of
 
 
@@ -190,6 +190,7 @@ def take_inventory(
     """Read the live objects. UsageError for what cannot be stored."""
     called = renamer(declared.rename)
     patterns = Patterns(declared.layout)
+    of_residuals = Patterns((Local("*"),))
     found: dict[int, _Found] = {}
     inventory = Inventory(Layout((), (), ()))
     for model_name, model in models.items():
@@ -200,7 +201,10 @@ def take_inventory(
                 _refuse_fsdp1(model_name, prefix, module)
                 for container in (module._parameters, module._buffers, module._modules):
                     inventory.containers.append((container, len(container)))
-            _add(found, inventory, model_name, prefix, module, called, patterns)
+            if model_name == RESIDUALS:
+                _add(found, inventory, model_name, prefix, module, renamer(None), of_residuals)
+            else:
+                _add(found, inventory, model_name, prefix, module, called, patterns)
     for name, optimizer in optimizers.items():
         groups = []
         owner = owner_of_strays(name, models)
@@ -223,8 +227,9 @@ def take_inventory(
                 f"{f.owner}: {f.name} has {tuple(memory.shape)} here, where {f.tensor.placements} of "  # type: ignore[attr-defined]
                 f"{tuple(f.tensor.shape)} should give {box.size}: Everstep does not understand how it is sharded"
             )
-        shape, share = patterns.spread(f.name, f"{f.owner}: {f.name}", tuple(f.tensor.shape), filled(box))
-        placement = patterns.placement(f.name) or ("replicated" if share.numel == prod(shape) else "sharded")
+        about = of_residuals if f.owner == RESIDUALS else patterns
+        shape, share = about.spread(f.name, f"{f.owner}: {f.name}", tuple(f.tensor.shape), filled(box))
+        placement = about.placement(f.name) or ("replicated" if share.numel == prod(shape) else "sharded")
         inventory.tensors[f.uid] = memory
         inventory.live[f.uid] = f.tensor
         inventory.uid_of[id(f.tensor)] = f.uid

@@ -23,12 +23,15 @@ from torch.optim import Optimizer
 
 from everstep import cursor as cursors
 from everstep import rng
+from everstep.atoms import RESIDUALS
 from everstep.capture import buckets
 from everstep.capture import loader as loaders
 from everstep.capture.capture import Capture, Destination
 from everstep.capture.offload import DURABILITIES
 from everstep.capture.snapshot import Snapshot
 from everstep.capture.tap import NEVER_REPLAYED
+from everstep.compress import Compressor, Tapped
+from everstep.compress.agree import check_same, check_same_compressor
 from everstep.errors import (
     CorruptionError,
     EverstepError,
@@ -124,6 +127,8 @@ class Options:
     early: bool = False
     """Hand gradients over during backward, as they become final, instead of at the step: they are on their way sooner. What
     was changed in between other than by one multiplication (clipping, unscaling) is sent again."""
+    compress: Compressor[Any] | Tapped | None = None
+    """What compresses the gradients (everstep.compress): its own state is then part of the run's."""
     layout: Sequence[Pattern] = ()
     """What the tensors of hand-written parallelism are: see everstep.layout. DTensors need none."""
     tune: bool = False
@@ -151,6 +156,10 @@ class Options:
             raise UsageError(f"audit must be 'auto' or 'full', not {self.audit!r}")
         if self.cursor not in ("keep", "drop"):
             raise UsageError(f"cursor must be 'keep' or 'drop', not {self.cursor!r}")
+        if self.compress is not None and not isinstance(self.compress, (Compressor, Tapped)):
+            raise UsageError(
+                f"compress must be a compressor of everstep.compress, or tap(hook), not a {type(self.compress).__name__}"
+            )
         if self.log not in ("memory", "disk"):
             raise UsageError(f"log must be 'memory' or 'disk', not {self.log!r}")
         if self.on_lag not in ON_LAG:
@@ -245,9 +254,16 @@ class Run:
         self._mode = mode
         self._auto: Decision | None = None
         self._declared = Declared(options.rename, tuple(options.layout))
+        self._compress = options.compress
+        self._bind_residuals()
         inventory = take_inventory(self._models, self._optimizers, self._declared)
         cursors.capture_extras(extras)
         self._ranks = Ranks.current()
+        described = None
+        if self._compress is not None:
+            described = self._compress.describe()
+            self._compress.position()  # what cannot be stored is told of now
+        check_same([msgspec.json.encode(d).decode() for d in self._ranks.gather("tell how they compress", described)])
         self._declared.check(self._ranks.gather("match their layouts", sorted(inventory.matched)))
         if mode == "auto":
             mode = self._mode = self._choose_mode(RunPath(run))
@@ -306,6 +322,17 @@ class Run:
             note = _note_on(optimizer)
             if note:
                 self._say(f"everstep: optimizer {name!r}: {note}")
+
+    def _bind_residuals(self) -> None:
+        """The residuals of error feedback are buffers of the run, by the names of their parameters."""
+        if RESIDUALS in (*self._models, *self._optimizers):
+            raise UsageError(f"neither model nor optimizer can be called {RESIDUALS!r}: that is for those of compression")
+        if isinstance(self._compress, Compressor):
+            found = take_inventory(self._models, self._optimizers, self._declared)
+            names = {a.uid: f"{a.owner}/{a.name}" for a in found.layout.atoms}
+            self._compress.bind({names[uid]: p for uid, p in found.params().items() if p.requires_grad})
+            if self._compress.error_feedback:
+                self._models[RESIDUALS] = self._compress.residuals
 
     def _choose_mode(self, path: RunPath) -> str:
         """For mode="auto": by what this run has measured so far."""
@@ -471,6 +498,10 @@ class Run:
             "early_bytes": capture.ledger.used_bytes,
             "early_scaled_bytes": capture.ledger.scaled_bytes,
             "early_void_bytes": capture.ledger.void_bytes,
+            "reused_bytes": capture.ledger.reused_bytes,
+            "reused_scaled_bytes": capture.ledger.reused_scaled_bytes,
+            "reused_void_bytes": capture.ledger.reused_void_bytes,
+            "nonfinite_gradients": getattr(self._compress, "nonfinite_gradients", 0),
             "hidden_edits": capture.hidden_edits,
             "background_s": capture.background_s(),
             "sync_s": capture.offload.sync_s,
@@ -655,6 +686,7 @@ class Run:
         check_fits(restored.state, self._models, self._optimizers, self._declared)
         cursor = cursors.decode(restored.state.cursor)
         cursors.check_same_extras(self._extras, cursor["extras"])
+        check_same_compressor(self._compress, cursor)
         self._warn_if_unproven(restored)
         self._path.sync(line_files(line, restored.plan))
         if not os.path.exists(os.path.join(self._path.timeline(line.timelines[0]), "timeline.json")):
@@ -665,6 +697,8 @@ class Run:
         begun = time.perf_counter()
         self._apply(restored, cursor)
         self._fetch_s += time.perf_counter() - begun
+        if at and self._compress is not None:
+            self._warm(cursor)
         self._dismiss_later = offer is not None and self._mode != "shadow"
         fork = offer is None and asked != "latest" and not _is_newest(line, at)
         timeline = line.timelines[0]
@@ -734,11 +768,9 @@ class Run:
             cursor = self._part_cursor(restored[0], was, at)
             self._apply(restored[0], cursor)
             if at and ranks.size > 1 and not self._resized_from:
-                for said in buckets.warm(self._models, cursor.get("buckets", {})):
-                    warnings.warn(said, InexactWarning, stacklevel=3)
+                self._warm(cursor)
         if ranks.size > 1:
-            self._orders = buckets.BucketOrders(self._models)
-            self._bucket_orders = {name: list(orders) for name, orders in self._orders.value.items()}
+            self._look_at_buckets()
 
         def start() -> None:
             self._path.make_part(timeline)
@@ -775,6 +807,15 @@ class Run:
             f"{f', new timeline {timeline}' if is_new else ''}"
         )
         return at
+
+    def _warm(self, cursor: dict[str, Any]) -> None:
+        for said in buckets.warm(self._models, cursor.get("buckets", {})):
+            warnings.warn(said, InexactWarning, stacklevel=4)
+
+    def _look_at_buckets(self) -> None:
+        """Their order is state: it decides in which order ranks are added up, and what hooks keep by bucket."""
+        self._orders = buckets.BucketOrders(self._models)
+        self._bucket_orders = {name: list(orders) for name, orders in self._orders.value.items()}
 
     def _shadows(self) -> Shadows:
         """Those of all ranks."""
@@ -884,7 +925,9 @@ class Run:
         )  # fmt: skip
         order_like(restored.state, full)
         check_fits(restored.state, self._models, self._optimizers, self._declared)
-        cursors.check_same_extras(self._extras, cursors.decode(restored.state.cursor)["extras"])
+        cursor = cursors.decode(restored.state.cursor)
+        cursors.check_same_extras(self._extras, cursor["extras"])
+        check_same_compressor(self._compress, cursor)
         self._warn_if_unproven(restored)
         left = [
             a.label()
@@ -956,6 +999,8 @@ class Run:
     def _apply(self, restored: Restored, cursor: dict[str, Any]) -> None:
         # Extras first: loading a scheduler may touch the optimizer's groups, and what was recorded has the last word.
         cursors.load_extras(self._extras, cursor["extras"])
+        if self._compress is not None and "compress" in cursor:
+            self._compress.set_position(cursor["compress"]["at"])
         restored.state.need_all()
         restored.state.close()
         apply(restored.state, self._models, self._optimizers, self._declared)
@@ -975,6 +1020,8 @@ class Run:
     ) -> None:
         """Open the next generation and start watching."""
         generation = max(listing.generations(), default=0) + 1
+        if self._compress is not None:
+            self._look_at_buckets()
         self._open_generation(timeline, generation, parent, step, asked_step)
         self._start(listing.shared, timeline, generation, step)
 
@@ -1037,6 +1084,7 @@ class Run:
             durability="step" if memory is not None else options.durability,
             batch_steps=options.batch_steps, max_inflight_steps=options.max_inflight_steps,
             max_inflight_bytes=options.max_inflight_bytes, early=options.early,
+            residual_interval=options.base_interval if getattr(self._compress, "residual", "log") == "base" else 1,
         )  # fmt: skip
         # What survives only the process must not be called durable in the log: after a crash of the host it may be gone.
         os_only = options.durability == "os" or memory is not None
@@ -1164,6 +1212,8 @@ class Run:
             "data": self._position(),
             "extras": cursors.capture_extras(self._extras) if self._extras else {},
         }
+        if self._compress is not None:
+            self._last_cursor["compress"] = {"by": self._compress.describe(), "at": self._compress.position()}
         if self._orders is not None:
             if self._orders.look():  # a cursor of an earlier step may still be on its way: it gets no part in this
                 self._bucket_orders = {name: list(orders) for name, orders in self._orders.value.items()}

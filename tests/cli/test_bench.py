@@ -26,6 +26,23 @@ def test_overhead_prints_one_json_document(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+def test_overhead_is_measured_beside_compressed_training(tmp_path):
+    options = ["--codec", "topk", "--threads", "1", "--pairs", "2", "--no-peers", "--dir", str(tmp_path)]
+    done = runner.invoke(app, ["bench", "overhead", "--quick", "--json", *options])
+    assert done.exit_code == 0, done.output
+    [measured] = json.loads(done.stdout)["measurements"]
+    assert measured["codec"] == "topk" and measured["bit_equal_to_training_without"]
+
+
+@pytest.mark.parametrize("options", [["--json"], []])
+def test_frames_are_told_by_how_gradients_are_compressed(options, tmp_path):
+    done = runner.invoke(app, ["bench", "frames", "--quick", "--steps", "1", "--dir", str(tmp_path), *options])
+    assert done.exit_code == 0, done.output
+    for codec in ("none", "topk", "quantize", "fp16", "bf16"):
+        assert codec in done.stdout
+    assert os.listdir(tmp_path) == []
+
+
 def test_restore_prints_one_json_document(tmp_path):
     done = runner.invoke(app, ["bench", "restore", "--quick", "--json", "--no-peers", "--dir", str(tmp_path)])
     assert done.exit_code == 0, done.output
@@ -44,7 +61,7 @@ def test_results_are_also_told_in_words(tmp_path):
         assert word in done.stdout
 
 
-@pytest.mark.parametrize("arguments", [["--threads", "0"], ["--dir", "/no/such/folder"]])
+@pytest.mark.parametrize("arguments", [["--threads", "0"], ["--dir", "/no/such/folder"], ["--codec", "zip"]])
 def test_wrong_arguments_are_told_and_exit_code_is_2(arguments):
     done = runner.invoke(app, ["bench", "overhead", "--quick", *arguments])
     assert done.exit_code == 2

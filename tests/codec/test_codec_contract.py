@@ -163,7 +163,7 @@ def decodes_or_refuses(codec: Codec, stored: bytes, itemsize: int, size_bytes: i
     assert (around[:guard] == 0xA5).all() and (around[guard + size_bytes :] == 0xA5).all()
 
 
-@pytest.mark.parametrize(("codec", "version"), [(0, 2), (1, 0), (3, 1), (250, 1)])
+@pytest.mark.parametrize(("codec", "version"), [(0, 2), (1, 0), (4, 1), (250, 1)])
 def test_an_unknown_codec_or_version_says_to_upgrade(codec: int, version: int) -> None:
     with pytest.raises(CodecError, match=rf"codec {codec} version {version}.*upgrade"):
         decode(codec, version, np.empty(4, np.uint8), 4, np.empty(4, np.uint8))

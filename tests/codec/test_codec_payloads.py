@@ -11,9 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from everstep.codec import Bytes
+from everstep.codec.blocks import Blocks
 from everstep.codec.raw import Raw
 from everstep.codec.sixteen import BF16, FP16, Sixteen
 from everstep.codec.sparse import Sparse
+from everstep.compress import Quantize
 from everstep.errors import CodecError
 
 
@@ -199,3 +201,43 @@ def sparse_payload(num_kept: int, indices: list[int]) -> Bytes:
 def test_sparse_refuses_indices_and_counts_that_lie(num_kept: int, indices: list[int]) -> None:
     with pytest.raises(CodecError, match="sparse payload"):
         Sparse().decode(sparse_payload(num_kept, indices), 4, np.empty(40, np.uint8))
+
+
+def blocks_by_the_book(payload: bytes, num_values: int) -> bytes:
+    block, bits = struct.unpack_from("<IB", payload)
+    num_blocks = -(-num_values // block)
+    scales = [struct.unpack("<f", b"\0\0" + payload[8 + 2 * b : 10 + 2 * b])[0] for b in range(num_blocks)]
+    stored = payload[8 + 2 * num_blocks :]
+    if bits == 8:
+        codes = list(struct.unpack(f"{num_values}b", stored))
+    else:
+        halves = [half for byte in stored for half in (byte & 15, byte >> 4)][:num_values]
+        codes = [half - 16 if half > 7 else half for half in halves]
+    return struct.pack(f"<{num_values}f", *(code * scales[i // block] for i, code in enumerate(codes)))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("num_values", [0, 1, 255, 256, 257, 1000, 4096])
+def test_blocks_payloads_of_the_quantiser_are_what_the_docstring_says(bits: int, num_values: int) -> None:
+    flat = torch.randn(num_values, generator=torch.Generator().manual_seed(num_values))
+    payload = np.concatenate(Quantize(bits).compress(flat, 0).piece(0, num_values)[2])
+    out = np.empty(4 * num_values, np.uint8)
+    Blocks().decode(payload, 4, out)
+    assert out.tobytes() == blocks_by_the_book(payload.tobytes(), num_values)
+
+
+@pytest.mark.parametrize(
+    ("payload", "match"),
+    [
+        (struct.pack("<IBBHHb", 0, 8, 0, 0, 0x3F80, 1), "no codes of 8 bits in blocks of 0"),
+        (struct.pack("<IBBHHb", 4, 5, 0, 0, 0x3F80, 1), "no codes of 5 bits"),
+        (struct.pack("<IBBHHb", 4, 8, 1, 0, 0x3F80, 1), "no codes of 8 bits"),
+        (struct.pack("<IBBHHb", 4, 8, 0, 0, 0x7F80, 1), "not finite"),
+        (struct.pack("<IBBHHb", 4, 8, 0, 0, 0xBF80, 1), "negative"),
+        (struct.pack("<IBBHHB", 4, 4, 0, 0, 0x3F80, 0x11), "left over"),
+        (struct.pack("<IBBHH", 4, 8, 0, 0, 0x3F80), "needed for 1"),
+    ],
+)
+def test_blocks_refuses_what_it_never_writes(payload: bytes, match: str) -> None:
+    with pytest.raises(CodecError, match=match):
+        Blocks().decode(np.frombuffer(payload, np.uint8), 4, np.empty(4, np.uint8))

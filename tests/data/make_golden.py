@@ -68,7 +68,7 @@ class Notes:
 class Training:
     """SGD whose arithmetic is exact in every step but one rounding, so that any reader gets the same bits."""
 
-    def __init__(self, run: Path, *, wide: bool) -> None:
+    def __init__(self, run: Path, *, wide: bool, compressor: everstep.compress.Quantize | None = None) -> None:
         torch.manual_seed(7)
         self.model = Model(wide)
         small = [self.model.layer.weight, self.model.layer.bias]
@@ -77,10 +77,13 @@ class Training:
             groups.append({"params": [self.model.wide]})
         self.optimizer = torch.optim.SGD(groups, lr=0.5)
         self.notes = Notes()
+        if compressor is not None:
+            compressor.attach(self.optimizer)
         self.generator = torch.Generator().manual_seed(3)
         self.run = everstep.attach(
-            self.model, self.optimizer, run, extras={"notes": self.notes}, follower=False, quiet=True, direct_io=False
-        )
+            self.model, self.optimizer, run, extras={"notes": self.notes}, follower=False, quiet=True, direct_io=False,
+            compress=compressor,
+        )  # fmt: skip
 
     def step(self, wide_grad: torch.Tensor | None = None) -> int:
         for p in (self.model.layer.weight, self.model.layer.bias):
@@ -162,6 +165,20 @@ def make_forked(folder: Path) -> dict[str, Any]:
     return {"latest": 2, "steps": [0, 1, 2], "states": states, "abandoned": {"timeline": 1, "step": 2, "state": abandoned}}
 
 
+def make_quantized(folder: Path) -> dict[str, Any]:
+    """Codec blocks, as gradient compression makes it."""
+    training = Training(folder, wide=True, compressor=everstep.compress.Quantize())
+    training.run.resume()
+    states = {"0": training.expected()}
+    values = torch.randn(16384, generator=torch.Generator().manual_seed(6))
+    training.step(values)
+    states["1"] = training.expected()
+    training.step(values.flip(0))
+    states["2"] = training.expected()
+    crash(training.run)
+    return {"latest": 2, "steps": [0, 1, 2], "states": states}
+
+
 def frames_of(segment: Path) -> list[int]:
     """Offsets of the frames in a segment, by walking over the headers."""
     data = segment.read_bytes()
@@ -206,7 +223,8 @@ def main() -> None:
     torch.set_num_threads(1)
     shutil.rmtree(VERSION, ignore_errors=True)
     VERSION.mkdir()
-    expected = {"plain": make_plain(VERSION / "plain"), "forked": make_forked(VERSION / "forked")}
+    makers = {"plain": make_plain, "forked": make_forked, "quantized": make_quantized}
+    expected = {name: make(VERSION / name) for name, make in makers.items()}
     (VERSION / "expected.json").write_text(json.dumps(expected, indent=1) + "\n")
     for lock in VERSION.glob("*/lock"):
         lock.unlink()

@@ -65,14 +65,17 @@ class Settings:
     """With mode="shadow": the address of one that listens already; empty: a local one."""
     early: bool = False
     """Gradients are handed over during backward."""
+    codec: str = "none"
+    """Both copies train with gradients compressed by this (workloads.CODECS)."""
     seed: int = 0
 
 
 class _Copy:
     """One model in training."""
 
-    def __init__(self, w: Workload) -> None:
+    def __init__(self, w: Workload, codec: str = "none") -> None:
         self.model, self.optimizer = workloads.build(w)
+        self.compressor = workloads.compressor(codec, self.optimizer)
         self._loader = workloads.batches(w)
         self.stream = workloads.endless(self._loader)
 
@@ -80,7 +83,7 @@ class _Copy:
         """From now on batches come by way of the run."""
         run = attach(
             self.model, self.optimizer, path, mode=settings.mode, shadow=settings.shadow, base_interval=base_interval,
-            early=settings.early, quiet=True,
+            early=settings.early, compress=self.compressor, quiet=True,
         )  # fmt: skip
         run.resume()
         self.stream = run.steps(self._loader)
@@ -106,6 +109,8 @@ class Meter:
         self._optimizer: Any = optimizer
         self._plain_zero_grad: Any = optimizer.zero_grad
         self._inner_s = 0.0
+        self._others = set(self._optimizer._optimizer_step_pre_hooks)
+        """Hooks that were there before: gradient compression."""
         vars(optimizer)["zero_grad"] = self._inner
 
     def _inner(self, set_to_none: bool = True) -> None:
@@ -121,7 +126,8 @@ class Meter:
             *(p._post_accumulate_grad_hooks or {} for p in params),
         ):  # fmt: skip
             for key, hook in hooks.items():
-                hooks[key] = self._timed(hook)
+                if key not in self._others:
+                    hooks[key] = self._timed(hook)
         for tap in run._live().taps.values():
             early: Any = tap._early
             if early is not None:
@@ -213,7 +219,7 @@ def measure(settings: Settings, progress: Progress = silent) -> dict[str, Any]:
 
 
 def _measure(settings: Settings, top: str, progress: Progress) -> dict[str, Any]:
-    copies = _Copy(settings.workload), _Copy(settings.workload)
+    copies = _Copy(settings.workload, settings.codec), _Copy(settings.workload, settings.codec)
     block_steps = settings.block_steps or _calibrate(copies)
     orders = statistics.abba(settings.num_pairs, seed=settings.seed)
     half = (len(orders) + 1) // 2
@@ -367,6 +373,7 @@ def _report(settings: Settings, totals: _Totals, copy: _Copy, block_steps: int, 
         "shadow": settings.shadow or ("local" if settings.mode == "shadow" else ""),
         "gradient_bytes": gradient_bytes,
         "early": settings.early,
+        "codec": settings.codec,
         "early_share": totals.early_bytes / steps / gradient_bytes,
         "early_void_share": totals.early_void_bytes / steps / gradient_bytes,
         "ratio": statistics.median_interval(totals.ratios, seed=settings.seed).as_dict(),
@@ -439,7 +446,7 @@ def measure_rss(
     interval = settings.base_interval or max(4, (last_step - first_step) // 8)
     block = max(2, (last_step - first_step) // 20)
     try:
-        copy = _Copy(settings.workload)
+        copy = _Copy(settings.workload, settings.codec)
         run = copy.attach(os.path.join(top, "run"), interval, settings)
         follower = _Follower(run)
         own, other = [], []

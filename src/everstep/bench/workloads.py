@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from everstep.compress import Compressor, Half, Quantize, TopK
+
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
@@ -79,6 +81,20 @@ def build(w: Workload, *, seed: int = 0) -> tuple[GPT, torch.optim.AdamW]:
         torch.manual_seed(seed)
         model = GPT(w)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+
+CODECS = {"none": None, "topk": lambda: TopK(0.01), "quantize": Quantize, "fp16": Half, "bf16": lambda: Half("bf16")}
+"""Gradient compression that a benchmark can train with, by name."""
+
+
+def compressor(codec: str, optimizer: torch.optim.Optimizer) -> Compressor[Any] | None:
+    """A new one, which transforms this optimizer's gradients; None for "none"."""
+    make: Any = CODECS[codec]
+    if make is None:
+        return None
+    made: Compressor[Any] = make()
+    made.attach(optimizer)
+    return made
 
 
 def batches(w: Workload, *, num_batches: int = 1 << 14, seed: int = 0) -> DataLoader[Any]:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from everstep import cursor as cursors
 from everstep import sharding, tree
-from everstep.atoms import Layout, state_uid
+from everstep.atoms import RESIDUALS, Layout, state_uid
 from everstep.capture.auditor import Auditor, hash_replicas
 from everstep.capture.early import Early
 from everstep.capture.offload import Offload
@@ -64,8 +64,10 @@ class Capture:
         self, take: Callable[[], Inventory], optimizers: Mapping[str, Optimizer], step: int, log: LogWriter,
         write_layout: Callable[[Layout], None], destination: Destination, *, full_audit: bool, durability: str,
         batch_steps: int, max_inflight_steps: int, max_inflight_bytes: int, early: bool = False,
+        residual_interval: int = 1,
     ) -> None:  # fmt: skip
-        """`take` reads the live objects: what this rank stores of them."""
+        """`take` reads the live objects: what this rank stores of them. Residuals of gradient compression are in the frames
+        of steps that are multiples of `residual_interval`."""
         self.step = step
         self._take = take
         self._optimizers = dict(optimizers)
@@ -88,6 +90,7 @@ class Capture:
             max_inflight_steps=max_inflight_steps, max_inflight_bytes=max_inflight_bytes, ledger=self.ledger,
         )  # fmt: skip
         self.offload.meanwhile = self._auditor.wake
+        self._residual_interval = residual_interval
         self._updates = 0
         self._overwrites = 0
         self.snapshot: Snapshot | None = None
@@ -190,6 +193,7 @@ class Capture:
         for tap in taps:
             for item in (*tap.changed_groups(), *tap.carried()):
                 self.put(item)
+        self._tell_residuals()
         self.step += 1
         self._updates = self._overwrites = 0
         pending = PendingCommit(self.step, now, self._audit(), time.time_ns(), self._cursor)
@@ -207,6 +211,12 @@ class Capture:
             self.settle()
             self.stall_s += self.offload.wait_for_room()
         return True
+
+    def _tell_residuals(self) -> None:
+        if (self.step + 1) % self._residual_interval == 0:
+            for atom in self._inventory.layout.atoms:
+                if atom.owner == RESIDUALS:
+                    self.put(PendingTensor(atom.uid, self._inventory.tensors[atom.uid].detach().clone()))
 
     def flush(self) -> None:
         """Return when everything committed is durable, or has failed."""

@@ -22,6 +22,8 @@ from everstep.capture.pending import (
     PendingTensors,
     PendingUpdate,
 )
+from everstep.capture.reuse import Reuse
+from everstep.capture.scaling import Coefficients
 from everstep.capture.sent import Ledger, Piece, SentEarly
 from everstep.codec import Chooser
 from everstep.frame import (
@@ -54,7 +56,9 @@ class Encoder:
         self._log = log
         self._meanwhile = meanwhile
         self._chooser = Chooser()
-        self.sent = SentEarly(log, self._write, ledger)
+        self._coefficients = Coefficients()
+        self.sent = SentEarly(log, self._write, ledger, self._coefficients)
+        self._reuse = Reuse(self._record, ledger, self._coefficients)
         self._write_layout = write_layout
 
     def ops(self, item: Item) -> list[Op]:
@@ -100,7 +104,7 @@ class Encoder:
         item.final.put_down()
 
     def _update(self, item: PendingUpdate) -> Update:
-        self.sent.begin_update()
+        self._coefficients.begin_update()
         grads: list[Gradient | None] = [None] * len(item.uids)
         small: dict[torch.dtype, list[int]] = {}
         for i, uid in enumerate(item.uids):
@@ -117,6 +121,8 @@ class Encoder:
                 grads[i] = found
             elif g.numel() * g.element_size() < PACK_BELOW_BYTES:
                 small.setdefault(g.dtype, []).append(i)
+            elif (payload := item.payload(i)) and (found := self._reuse.gradient(uid, g, _bytes_of(g), payload)):
+                grads[i] = found
             else:
                 grads[i] = Gradient(uid, self.tensor(uid, g))
             g = None
@@ -176,11 +182,16 @@ class Encoder:
 
     def _write(self, uid: int, raw: Bytes, dtype: torch.dtype, start: int) -> Piece:
         codec_id, version, payload = self._chooser.encode(uid + start, raw, dtype.itemsize, dtype is torch.float32)
-        ordinal = self._log.data(
-            [payload], uid=uid, dtype=CODE_BY_DTYPE[dtype], start=start, count=len(raw) // dtype.itemsize,
-            raw_bytes=len(raw), codec_id=codec_id, codec_version=version,
-        )  # fmt: skip
+        ordinal = self._record(uid, dtype, start, len(raw), codec_id, version, [payload])
         return Piece(ordinal, codec_id, version, payload)
+
+    def _record(
+        self, uid: int, dtype: torch.dtype, start: int, raw_bytes: int, codec_id: int, version: int, parts: list[Bytes]
+    ) -> int:
+        return self._log.data(
+            parts, uid=uid, dtype=CODE_BY_DTYPE[dtype], start=start, count=raw_bytes // dtype.itemsize,
+            raw_bytes=raw_bytes, codec_id=codec_id, codec_version=version,
+        )  # fmt: skip
 
 
 def _bytes_of(tensor: torch.Tensor) -> Bytes:

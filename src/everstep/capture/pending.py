@@ -14,6 +14,7 @@ import torch
 
 from everstep.atoms import Layout
 from everstep.capture.final import Final
+from everstep.payloads import Payload
 
 _news = threading.Condition()
 
@@ -91,6 +92,11 @@ class PendingUpdate:
     num_bytes: int = 0
     at: int = -1
     """Which gradient the writer has in hand."""
+    payloads: list[Payload | None] | None = None
+    """What compression made of each, so far as it is known."""
+
+    def payload(self, i: int) -> Payload | None:
+        return None if self.payloads is None else self.payloads[i]
 
 
 @dataclass

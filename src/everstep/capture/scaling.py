@@ -8,7 +8,7 @@ for bit, will do.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -98,3 +98,24 @@ def _candidates(low: np.longdouble, high: np.longdouble, dtype: torch.dtype) -> 
             for _ in range(2):
                 near = np.nextafter(near, kind(toward))
                 yield float(near)
+
+
+class Coefficients:
+    """By what the gradients of one update were multiplied: mostly all by the same."""
+
+    def __init__(self) -> None:
+        self._found: list[float] = []
+
+    def begin_update(self) -> None:
+        self._found = []
+
+    def find(self, pairs: Callable[[], Iterable[tuple[Bytes, Bytes]]], dtype: torch.dtype) -> float | None:
+        """The number by which all of (sent, consumed) come out right, bit for bit; None: there is none."""
+        for k in self._found:
+            if all(is_product(a, b, dtype, k) for a, b in pairs()):
+                return k
+        found = next((k for k in (find_coefficient(a, b, dtype) for a, b in pairs()) if k is not None), None)
+        if found is None or not all(is_product(a, b, dtype, found) for a, b in pairs()):
+            return None
+        self._found = [found, *self._found[:3]]
+        return found

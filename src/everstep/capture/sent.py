@@ -18,7 +18,7 @@ import xxhash
 
 from everstep import codec
 from everstep.atoms import PIECE_ELEMENTS
-from everstep.capture.scaling import find_coefficient, is_product
+from everstep.capture.scaling import Coefficients
 from everstep.frame import Gradient, ScaledGradient, TensorRef
 from everstep.memory import CODE_BY_DTYPE, Bytes, strides_of, view_bytes
 from everstep.store.log import LogWriter
@@ -29,7 +29,7 @@ MAX_MISSES = 4
 
 @dataclass
 class Ledger:
-    """What became of gradients that left early. Kept by the writer thread; others read it."""
+    """What became of gradients that left early, and of compression's payloads. Kept by the writer thread; others read it."""
 
     used_bytes: int = 0
     """Of gradients that had left before their step and were what it consumed."""
@@ -39,6 +39,12 @@ class Ledger:
     """Of gradients that had left for nothing: they were changed, or added to, or no step followed."""
     hopeless: set[int] = field(default_factory=set)
     """Parameters whose gradients are not sent early any more."""
+    reused_bytes: int = 0
+    """Of gradients that were stored by the payload that compression had made of them."""
+    reused_scaled_bytes: int = 0
+    """Those of them that had been multiplied since."""
+    reused_void_bytes: int = 0
+    """Of gradients that were no longer what compression had made of them, and were encoded anew."""
 
 
 class Piece(NamedTuple):
@@ -63,14 +69,16 @@ class _Sent(NamedTuple):
 class SentEarly:
     """Those of the open frame."""
 
-    def __init__(self, log: LogWriter, write: Callable[[int, Bytes, torch.dtype, int], Piece], ledger: Ledger) -> None:
+    def __init__(
+        self, log: LogWriter, write: Callable[[int, Bytes, torch.dtype, int], Piece], ledger: Ledger,
+        coefficients: Coefficients,
+    ) -> None:  # fmt: skip
         self._log = log
         self._write = write
         self._ledger = ledger
         self._sent: dict[int, _Sent] = {}
         self._misses: dict[int, int] = {}
-        self._coefficients: list[float] = []
-        """Of the update at hand: mostly one for all of its gradients."""
+        self._coefficients = coefficients
         self._keeps = False
         """Whether elements are kept where the log does not have them at hand: they have been scaled before."""
         self._kept: dict[tuple[int, int], Bytes] = {}
@@ -125,9 +133,6 @@ class SentEarly:
     def __contains__(self, uid: int) -> bool:
         return uid in self._sent
 
-    def begin_update(self) -> None:
-        self._coefficients = []
-
     def consumed(self, uid: int, grad: torch.Tensor, raw: Bytes) -> Gradient | None:
         """The gradient that the optimizer consumed, if what left is that; None: it did not, and is to be written now.
 
@@ -157,7 +162,7 @@ class SentEarly:
             self._keeps = True
             return None
         pairs = [(e, part) for e, part in zip(elements, parts, strict=True) if e is not None]
-        coefficient = self._coefficient(pairs, grad.dtype)
+        coefficient = self._coefficients.find(lambda: pairs, grad.dtype)
         return None if coefficient is None else ScaledGradient(uid, ref, None, coefficient)
 
     def _is_same(self, ordinal: int, decoded_sum: int | None, part: Bytes) -> bool:
@@ -169,16 +174,6 @@ class SentEarly:
         if kept is not None or decoded_sum is not None:
             return kept
         return self._log.payload(ordinal) if self._log.in_memory else None
-
-    def _coefficient(self, pairs: list[tuple[Bytes, Bytes]], dtype: torch.dtype) -> float | None:
-        for k in self._coefficients:
-            if all(is_product(a, b, dtype, k) for a, b in pairs):
-                return k
-        found = next((k for k in (find_coefficient(a, b, dtype) for a, b in pairs) if k is not None), None)
-        if found is None or not all(is_product(a, b, dtype, found) for a, b in pairs):
-            return None
-        self._coefficients = [found, *self._coefficients[:3]]
-        return found
 
     def _missed(self, uid: int, num_bytes: int) -> None:
         self._ledger.void_bytes += num_bytes

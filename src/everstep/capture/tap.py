@@ -23,7 +23,7 @@ import msgspec
 import torch
 from torch.optim import Optimizer
 
-from everstep import sharding, tree
+from everstep import payloads, sharding, tree
 from everstep.capture.early import Early
 from everstep.capture.pending import (
     Item,
@@ -230,8 +230,10 @@ class Tap:
             optimizer.register_load_state_dict_post_hook(lambda _: recorder.state_loaded(name)),
         ]
         self._wrap_zero_grad()
+        payloads.readers.add(self)
 
     def detach(self) -> None:
+        payloads.readers.discard(self)
         if self._early is not None:
             self._early.remove()
         for handle in self._handles:
@@ -246,6 +248,7 @@ class Tap:
         self.group_uids, uid_of = self._uids_now()
         self._all: list[torch.Tensor] = [p for g in groups for p in g["params"]]
         self.params = [p for p in self._all if id(p) in uid_of]
+        self._not_stored = [p for p in self._all if id(p) not in uid_of]
         self.group_sizes = [len(g["params"]) for g in groups]
         self.uids = [uid for group in self.group_uids for uid in group]
         self._is_sharded = any(map(sharding.is_sharded, self._all))
@@ -467,8 +470,14 @@ class Tap:
         seal = Seal()
         versions = None if -1 in self._versions else self._versions
         self._held = _Held(self.params, self._grads, seal, versions, grad_of=self._grad_of)
-        self._held.update = update = PendingUpdate(self.name, self.uids, self._grads, seal, num_bytes=self.param_bytes)
+        self._held.update = update = self._pending(self._grads, seal)
         self._recorder.put(update)
+
+    def _pending(
+        self, grads: list[torch.Tensor | None], seal: Seal | None, scale: torch.Tensor | None = None
+    ) -> PendingUpdate:
+        known = payloads.take(self.params, self._not_stored)
+        return PendingUpdate(self.name, self.uids, grads, seal, scale, num_bytes=self.param_bytes, payloads=known)
 
     def _take_back(self) -> None:
         """What was handed over before the step is not what it consumed: results follow instead."""
@@ -489,7 +498,7 @@ class Tap:
                 self._copies = self._copy(now)
         deviation = self._compare(now)
         if self._copies is not None:
-            update = PendingUpdate(self.name, self.uids, self._copies, None, self._scale, num_bytes=self.param_bytes)
+            update = self._pending(self._copies, None, self._scale)
             self._held = _Held(self.params, self._grads, None, grad_of=self._grad_of)
             if self._deviations < MAX_DEVIATIONS:
                 self._held.copies = [c for c in self._copies if c is not None]
@@ -501,7 +510,7 @@ class Tap:
             seal = Seal()
             grads, shared = _unshared(self._grads)
             self._never_shared = not shared
-            update = PendingUpdate(self.name, self.uids, grads, seal, num_bytes=self.param_bytes)
+            update = self._pending(grads, seal)
             kept = [None if s else g for g, s in zip(self._grads, shared, strict=True)] if shared else grads
             self._held = _Held(self.params, kept, seal, grad_of=self._grad_of)
         if self._trial is not None:

@@ -38,10 +38,14 @@ class _MemoryFrame:
         self._tensors.append(t)
         return TensorRef(CODE_BY_DTYPE[t.dtype], tuple(t.shape), len(self._tensors) - 1, 1, 0, strides_of(t))
 
-    def read(self, wanted: Sequence[Wanted], scratch: Scratch | None = None) -> list[torch.Tensor]:
+    def read(
+        self, wanted: Sequence[Wanted], scratch: Scratch | None = None, *, sparse: bool = False
+    ) -> list[torch.Tensor]:
         return [self._tensors[r.first].detach().reshape(-1)[start:stop].clone() for r, start, stop in wanted]
 
-    def begin(self, wanted: Sequence[Wanted], scratch: Scratch) -> Callable[[], list[torch.Tensor]]:
+    def begin(
+        self, wanted: Sequence[Wanted], scratch: Scratch, *, sparse: bool = False
+    ) -> Callable[[], list[torch.Tensor]]:
         return lambda: self.read(wanted, scratch)
 
 

@@ -24,7 +24,7 @@ import torch
 from torch.optim import Optimizer
 
 from everstep import sharding, tree
-from everstep.atoms import PIECE_ELEMENTS, SMALL_BUFFER_BYTES, state_uid
+from everstep.atoms import PIECE_ELEMENTS, RESIDUALS, SMALL_BUFFER_BYTES, state_uid
 from everstep.capture.pending import Item, PendingState, PendingTensor, PendingTensors
 from everstep.memory import Bytes, plain, view_bytes
 from everstep.naming import Inventory
@@ -173,7 +173,10 @@ class Watch:
         self._params: list[Watched] = []
         self._large: list[Watched] = []
         small: dict[torch.dtype, list[tuple[int, torch.Tensor]]] = {}
+        residuals = {a.uid for a in inventory.layout.atoms if a.owner == RESIDUALS}
         for uid, tensor in inventory.tensors.items():
+            if uid in residuals:
+                continue  # they change at every step; when they are stored, their compressor says (see Capture)
             if roles[uid] == "param":
                 self._params.append(Watched(uid, tensor, labels[uid], None))
             elif tensor.numel() * tensor.element_size() > SMALL_BUFFER_BYTES or not tensor.is_contiguous():

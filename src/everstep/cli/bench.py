@@ -45,6 +45,9 @@ def overhead(
     mode: Annotated[str, typer.Option(help="delta or shadow.")] = "delta",
     tcp: Annotated[bool, typer.Option("--tcp", help="With --mode shadow: a shadow behind TCP on loopback.")] = False,
     early: Annotated[bool, typer.Option("--early", help="Gradients are handed over during backward.")] = False,
+    codec: Annotated[
+        str, typer.Option(help="Compress gradients, with and without Everstep: none, topk, quantize, fp16, bf16.")
+    ] = "none",
     rss: Annotated[bool, typer.Option("--rss", help="Measure the growth of memory instead.")] = False,
     quick: Quick = False,
     folder: Folder = None,
@@ -53,7 +56,10 @@ def overhead(
     """Time of training with every step saved over time without."""
     from everstep.bench import machine, recover
     from everstep.bench import overhead as bench
+    from everstep.bench.workloads import CODECS
 
+    if codec not in CODECS:
+        raise typer.BadParameter(f"--codec must be one of {', '.join(CODECS)}, not {codec!r}")
     folder = _folder(folder)
     found = _begin("overhead", folder)
     found["measurements"] = []
@@ -65,7 +71,7 @@ def overhead(
                     num_pairs=min(pairs, 4) if quick else pairs, block_steps=block_steps or (4 if quick else None),
                     base_interval=base_interval or (32 if quick else None),
                     num_peer_pairs=(1 if quick else 3) if peers else 0, folder=folder,
-                    wait_for_follower=not quick, mode=mode, shadow=address, early=early,
+                    wait_for_follower=not quick, mode=mode, shadow=address, early=early, codec=codec,
                 )  # fmt: skip
                 if rss:
                     last = 120 if quick else 500
@@ -74,6 +80,23 @@ def overhead(
                     measured = bench.measure(settings, told)
                 found["measurements"].append(measured)
     _tell(found, json, _print_rss if rss else _print_overhead)
+
+
+@app.command("frames")
+def frames_(
+    steps: Annotated[int, typer.Option(min=1, help="Frames that are measured, for each way to compress.")] = 4,
+    quick: Quick = False,
+    folder: Folder = None,
+    json: Json = False,
+) -> None:
+    """Bytes of a frame, by how gradients are compressed, against the full state."""
+    from everstep.bench import frames as bench
+
+    folder = _folder(folder)
+    found = _begin("frames", folder)
+    with Told() as told:
+        measured = bench.measure(_workload(256, quick), num_steps=steps, folder=folder, progress=told)
+    _tell(found | measured, json, _print_frames)
 
 
 @app.command("restore")
@@ -168,6 +191,13 @@ def _tell(found: dict[str, Any], json: bool, show: Callable[[dict[str, Any]], No
         print_json(found)
     else:
         show(found)
+
+
+def _print_frames(found: dict[str, Any]) -> None:
+    console().print(f"{found['num_parameters']:,} parameters, full state {megabytes(found['state_bytes'])}")
+    for codec, each in found["codecs"].items():
+        size, times = megabytes(each["frame_bytes"]), each["times_smaller"]
+        console().print(f"  {codec:9} {size:>10} a step, 1/{times:.1f} of the state")
 
 
 def _print_reshard(found: dict[str, Any]) -> None:

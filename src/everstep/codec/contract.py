@@ -17,6 +17,7 @@ Bytes: TypeAlias = npt.NDArray[np.uint8]
 RAW = 0
 SIXTEEN = 1
 SPARSE = 2
+BLOCKS = 3
 
 
 class Codec(Protocol):

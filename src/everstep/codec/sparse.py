@@ -52,19 +52,24 @@ class Sparse:
 
     def decode(self, stored: Bytes, itemsize: int, out: Bytes) -> None:
         """Clear `out` and put the kept elements in their places."""
-        word = _WORD_BY_ITEMSIZE.get(itemsize)
-        if word is None or out.size % itemsize:
-            raise CodecError(f"sparse payload: cannot stand for {out.size} bytes of itemsize {itemsize}")
-        if stored.size < _HEADER_BYTES:
-            raise CodecError(f"sparse payload: {stored.size} bytes are too few for its header")
-        num_kept = int(stored[:_HEADER_BYTES].view("<u8")[0])
-        expected = _HEADER_BYTES + num_kept * (_INDEX_BYTES + itemsize)
-        if stored.size != expected:
-            raise CodecError(f"sparse payload: {stored.size} bytes, {expected} needed for {num_kept} items")
-        words = out.view(word)
-        values_at = _HEADER_BYTES + num_kept * _INDEX_BYTES
-        indices = stored[_HEADER_BYTES:values_at].view("<u4")
-        if num_kept and (int(indices[-1]) >= words.size or not np.all(indices[1:] > indices[:-1])):
-            raise CodecError(f"sparse payload: indices do not rise within a piece of {words.size} elements")
+        indices, values = kept(stored, itemsize, out.size)
+        word = _WORD_BY_ITEMSIZE[itemsize]
         out.fill(0)
-        words[indices] = stored[values_at:].view(word)
+        out.view(word)[indices] = values.view(word)
+
+
+def kept(stored: Bytes, itemsize: int, size_bytes: int) -> tuple[npt.NDArray[np.uint32], Bytes]:
+    """(indices, values as bytes) in the payload of a piece of this size; CodecError if it is none."""
+    if itemsize not in _WORD_BY_ITEMSIZE or size_bytes % itemsize:
+        raise CodecError(f"sparse payload: cannot stand for {size_bytes} bytes of itemsize {itemsize}")
+    if stored.size < _HEADER_BYTES:
+        raise CodecError(f"sparse payload: {stored.size} bytes are too few for its header")
+    num_kept = int(stored[:_HEADER_BYTES].view("<u8")[0])
+    expected = _HEADER_BYTES + num_kept * (_INDEX_BYTES + itemsize)
+    if stored.size != expected:
+        raise CodecError(f"sparse payload: {stored.size} bytes, {expected} needed for {num_kept} items")
+    values_at = _HEADER_BYTES + num_kept * _INDEX_BYTES
+    indices = stored[_HEADER_BYTES:values_at].view("<u4")
+    if num_kept and (int(indices[-1]) >= size_bytes // itemsize or not np.all(indices[1:] > indices[:-1])):
+        raise CodecError(f"sparse payload: indices do not rise within a piece of {size_bytes // itemsize} elements")
+    return indices, stored[values_at:]

@@ -14,13 +14,15 @@ from everstep import tree
 from everstep.fold.apply import consumed_from, run_update, sparse_tensor
 from everstep.fold.cut import Tile, TilePlan
 from everstep.fold.fused import FusedAdam, fused_adam
+from everstep.fold.sparse import is_plain_sgd, step_sparse
 from everstep.fold.state import State
 from everstep.frame import FrameData, Op, SetTensor, Update, Wanted
 from everstep.memory import Scratch, with_strides
 
 READ_AHEAD = 4
 """So many frames' parts are on their way while one is applied."""
-_Read = tuple[int, list[Wanted]]
+_Read = tuple[int, list[Wanted], bool]
+"""(frame, what of it, whether it may be sparse)"""
 
 
 class Source:
@@ -53,12 +55,12 @@ class Source:
             self.more()
         return found
 
-    def _begin(self, frame: int, wanted: list[Wanted]) -> Callable[[], list[torch.Tensor]]:
+    def _begin(self, frame: int, wanted: list[Wanted], sparse: bool) -> Callable[[], list[torch.Tensor]]:
         if not wanted:
             return list
         if self._ahead:
-            return self._frames[frame].begin(wanted, self._scratch() or Scratch())
-        return lambda: self._frames[frame].read(wanted, self._scratch())
+            return self._frames[frame].begin(wanted, self._scratch() or Scratch(), sparse=sparse)
+        return lambda: self._frames[frame].read(wanted, self._scratch(), sparse=sparse)
 
     def _scratch(self) -> Scratch | None:
         if self._memory is None:
@@ -86,12 +88,12 @@ class Unit:
         return op.optimizer == self.name if isinstance(op, Update) else isinstance(op, SetTensor) and op.uid in self._by_uid
 
     def reads(self, plan: TilePlan) -> Iterator[_Read]:
-        """(frame, what of it) for each operation that concerns this unit."""
+        """For each operation that concerns this unit."""
         for event, (frame, op) in enumerate(plan.events):
             if not self._concerns(op):
                 continue
             if isinstance(op, SetTensor):
-                yield frame, [(op.ref, t.start, t.stop) for t in self.tiles if t.uid == op.uid]
+                yield frame, [(op.ref, t.start, t.stop) for t in self.tiles if t.uid == op.uid], False
                 continue
             assert isinstance(op, Update)
             grads = plan.grads[event]
@@ -100,7 +102,12 @@ class Unit:
                 gradient = grads.get(tile.uid)
                 if gradient is not None and gradient.dense is not None:
                     wanted.append((gradient.dense, tile.start, tile.stop))
-            yield frame, wanted
+            yield frame, wanted, self._may_be_sparse(op, plan.hyper[event])
+
+    def _may_be_sparse(self, op: Update, hyper: list[dict[str, Any]]) -> bool:
+        """Whether elements without a gradient stay as they are, in every bit."""
+        is_sgd = self._state.optimizers[self.name].spec.cls == "torch.optim.SGD" and not self.tiles[0].whole
+        return is_sgd and op.grad_scale is None and all(map(is_plain_sgd, hyper))
 
     def begin(self) -> None:
         """Ask for the values that run() begins with."""
@@ -178,6 +185,7 @@ class Unit:
             return
         grads = plan.grads[event]
         left = iter(parts)
+        num_left = len(self.tiles)
         for tile, p in zip(self.tiles, self._params, strict=True):
             gradient = grads.get(tile.uid)
             if gradient is None or (gradient.dense is None and gradient.sparse is None):
@@ -185,12 +193,18 @@ class Unit:
             elif op.skipped:
                 p.grad = torch.zeros_like(p)
             elif gradient.dense is not None:
-                part = consumed_from(next(left), gradient)
+                part = next(left)
+                if part.is_sparse and step_sparse(p, part, gradient, plan.hyper[event][tile.group]):
+                    p.grad = None
+                    num_left -= 1
+                    continue
+                part = consumed_from(part.to_dense() if part.is_sparse else part, gradient)
                 p.grad = with_strides(part, tuple(p.shape), gradient.dense.strides) if tile.whole else part
             else:
                 assert gradient.sparse is not None
                 p.grad = sparse_tensor(plan.frames[frame], gradient.sparse)
-        run_update(self._optimizer, op)
+        if num_left:
+            run_update(self._optimizer, op)
         self._fused = None if self.tiles[0].whole else fused_adam(self._optimizer, self._params)
 
     def join_state(self) -> None:

@@ -72,11 +72,15 @@ class PartFrame:
     def cursor(self) -> bytes:
         return self.frame.cursor()
 
-    def read(self, wanted: Sequence[Wanted], scratch: Scratch | None = None) -> list[torch.Tensor]:
-        return self.frame.read(wanted, scratch)
+    def read(
+        self, wanted: Sequence[Wanted], scratch: Scratch | None = None, *, sparse: bool = False
+    ) -> list[torch.Tensor]:
+        return self.frame.read(wanted, scratch, sparse=sparse)
 
-    def begin(self, wanted: Sequence[Wanted], scratch: Scratch) -> Callable[[], list[torch.Tensor]]:
-        return self.frame.begin(wanted, scratch)
+    def begin(
+        self, wanted: Sequence[Wanted], scratch: Scratch, *, sparse: bool = False
+    ) -> Callable[[], list[torch.Tensor]]:
+        return self.frame.begin(wanted, scratch, sparse=sparse)
 
 
 def blocks(ranges: Ranges, numel: int, pieces: Set[int] = frozenset()) -> Ranges:

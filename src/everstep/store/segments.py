@@ -7,13 +7,15 @@ footer is a torn tail. A hole *before* a valid footer is damage, and is reported
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
+import numpy as np
 import torch
 
 from everstep import codec
+from everstep.codec.sparse import kept
 from everstep.errors import CorruptionError
 from everstep.format import records
 from everstep.format.records import BLOCK, CURSOR, DATA, END, FOOTER, HEADER_BYTES, SEGMENT, Header, aligned
@@ -281,12 +283,14 @@ class StoredFrame:
         """Decoded payload of one record, verified."""
         return self._load([ordinal], Scratch(), type_)[ordinal]
 
-    def _load(self, ordinals: Sequence[int], scratch: Scratch, type_: int = DATA) -> dict[int, Bytes]:
-        """Decoded payloads of records (ascending), verified."""
+    def _load(
+        self, ordinals: Sequence[int], scratch: Scratch, type_: int = DATA, bare: Set[int] = frozenset()
+    ) -> dict[int, Bytes]:
+        """Decoded payloads of records (ascending), verified; of those in `bare` the payloads themselves."""
         found: dict[int, Bytes] = {}
         for first, stop, part in self._ranges(ordinals, type_):
             data = self.reader.read_direct(scratch.take(stop - first), first, stop - first)
-            self._decode(part, first, data, scratch, found, type_)
+            self._decode(part, first, data, scratch, found, type_, bare)
         return found
 
     def _ranges(self, ordinals: Sequence[int], type_: int) -> list[tuple[int, int, Sequence[int]]]:
@@ -304,11 +308,12 @@ class StoredFrame:
         return found
 
     def _decode(
-        self, ordinals: Sequence[int], at: int, data: Bytes, scratch: Scratch, found: dict[int, Bytes], type_: int
-    ) -> None:
+        self, ordinals: Sequence[int], at: int, data: Bytes, scratch: Scratch, found: dict[int, Bytes], type_: int,
+        bare: Set[int],
+    ) -> None:  # fmt: skip
         for ordinal in ordinals:
             start, end = self._range(ordinal, type_)
-            found[ordinal] = self._payload(ordinal, data[start - at : end - at], scratch)
+            found[ordinal] = self._payload(ordinal, data[start - at : end - at], scratch, is_bare=ordinal in bare)
 
     def _range(self, ordinal: int, type_: int) -> tuple[int, int]:
         """The bytes of the file that are the payload of this record."""
@@ -317,15 +322,15 @@ class StoredFrame:
         first = self._offsets[ordinal] + HEADER_BYTES
         return first, first + self.headers[ordinal].stored_bytes
 
-    def _payload(self, ordinal: int, stored: Bytes, scratch: Scratch) -> Bytes:
-        """Verified and decoded."""
+    def _payload(self, ordinal: int, stored: Bytes, scratch: Scratch, *, is_bare: bool = False) -> Bytes:
+        """Verified and decoded; if `is_bare`, only verified."""
         header = self.headers[ordinal]
         if (
             len(stored) != header.stored_bytes
             or records.payload_sum(stored, records.at(self._seed, self._offsets[ordinal])) != header.payload_sum
         ):
             raise self._damaged(f"record {ordinal}")
-        if header.codec == codec.RAW:
+        if header.codec == codec.RAW or is_bare:
             return stored
         itemsize = dtype_of(header.dtype).itemsize if header.dtype else 1
         out = scratch.take(header.raw_bytes)[: header.raw_bytes]
@@ -347,15 +352,24 @@ class StoredFrame:
                 raise self._damaged(f"the header of record {ordinal}")
             self._raw(ordinal, header.type)
 
-    def read(self, wanted: Sequence[Wanted], scratch: Scratch | None = None) -> list[torch.Tensor]:
-        """Logical elements [start, stop) of tensors in this frame, each as a 1-D tensor of its dtype."""
-        parts = [self._parts(*w) for w in wanted]
-        raws = self._load(_ordinals(parts), scratch or Scratch())
-        return self._tensors(wanted, parts, raws)
+    def read(
+        self, wanted: Sequence[Wanted], scratch: Scratch | None = None, *, sparse: bool = False
+    ) -> list[torch.Tensor]:
+        """Logical elements [start, stop) of tensors in this frame, each as a 1-D tensor of its dtype.
 
-    def begin(self, wanted: Sequence[Wanted], scratch: Scratch) -> Callable[[], list[torch.Tensor]]:
+        `sparse`: those that are all of a record which keeps only some of them, as a sparse tensor.
+        """
+        parts = [self._parts(*w) for w in wanted]
+        bare = self._bare(parts) if sparse else frozenset()
+        raws = self._load(_ordinals(parts), scratch or Scratch(), DATA, bare)
+        return self._tensors(wanted, parts, raws, bare)
+
+    def begin(
+        self, wanted: Sequence[Wanted], scratch: Scratch, *, sparse: bool = False
+    ) -> Callable[[], list[torch.Tensor]]:
         """read() that goes on in the background; the same thread calls the result."""
         parts = [self._parts(*w) for w in wanted]
+        bare = self._bare(parts) if sparse else frozenset()
         under_way = [
             (self.reader.begin_direct(scratch.take(stop - first), first, stop - first), first, part)
             for first, stop, part in self._ranges(_ordinals(parts), DATA)
@@ -364,15 +378,38 @@ class StoredFrame:
         def get() -> list[torch.Tensor]:
             raws: dict[int, Bytes] = {}
             for data, first, part in under_way:
-                self._decode(part, first, data(), scratch, raws, DATA)
-            return self._tensors(wanted, parts, raws)
+                self._decode(part, first, data(), scratch, raws, DATA, bare)
+            return self._tensors(wanted, parts, raws, bare)
 
         return get
 
+    def _bare(self, parts: list[list[tuple[int, int, int]]]) -> frozenset[int]:
+        """Records with the codec sparse of which all elements are wanted, and for one tensor alone."""
+        return frozenset(
+            part[0][0]
+            for part in parts
+            if len(part) == 1
+            and (header := self.headers[part[0][0]]).codec == codec.SPARSE
+            and header.uid != 0
+            and part[0][2] == header.count
+        )
+
     def _tensors(
-        self, wanted: Sequence[Wanted], parts: list[list[tuple[int, int, int]]], raws: dict[int, Bytes]
+        self, wanted: Sequence[Wanted], parts: list[list[tuple[int, int, int]]], raws: dict[int, Bytes], bare: Set[int]
     ) -> list[torch.Tensor]:
-        return [self._elements(ref, stop - start, p, raws) for (ref, start, stop), p in zip(wanted, parts, strict=True)]
+        return [
+            self._kept(raws[p[0][0]], dtype_of(ref.dtype), stop - start)
+            if p and p[0][0] in bare
+            else self._elements(ref, stop - start, p, raws)
+            for (ref, start, stop), p in zip(wanted, parts, strict=True)
+        ]
+
+    def _kept(self, stored: Bytes, dtype: torch.dtype, count: int) -> torch.Tensor:
+        indices, values = kept(stored, dtype.itemsize, count * dtype.itemsize)
+        found = torch.from_numpy(indices.astype(np.int64)).unsqueeze(0)
+        return torch.sparse_coo_tensor(
+            found, self._typed(values, dtype, len(indices)), (count,), is_coalesced=True, check_invariants=False
+        )
 
     def _parts(self, ref: TensorRef, start: int, stop: int) -> list[tuple[int, int, int]]:
         """(ordinal, first byte, elements) of the pieces that hold elements [start, stop)."""

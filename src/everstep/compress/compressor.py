@@ -1,0 +1,297 @@
+"""What all compressors share: error feedback, the two ways in which they are used, and what of them is state.
+
+Without DDP a compressor transforms gradients right before the optimizer's step. As a communication hook it replaces DDP's
+all-reduce: every rank compresses its own gradient, the payloads go to all ranks, and each makes the same mean of them, which
+is again of the payload's form. Everything is by parameter: DDP packs gradients into buckets, and packs them anew after the
+first backward.
+
+A gradient with NaN or infinite elements (on any rank) is not compressed at that step: it goes on as it is, bit for bit, is
+counted and told of. Its residual waits.
+"""
+
+# No `from __future__ import annotations`: DDP looks at the annotations of hooks, and wants classes.
+
+import struct
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import nn
+from torch.futures import Future
+from torch.optim import Optimizer
+
+from everstep import payloads, sharding
+from everstep.compress.agree import agree
+from everstep.errors import NonFiniteWarning, UsageError
+from everstep.payloads import Payload
+
+RESIDUALS = ("base", "log")
+P = TypeVar("P", bound=Payload)
+
+
+@dataclass
+class _Known:
+    """A parameter that has been seen, or told of."""
+
+    param: torch.Tensor
+    index: int
+    residual: torch.Tensor | None
+
+
+class Compressor(Generic[P]):
+    """Compresses gradients; TopK, Quantize and Half say how."""
+
+    def __init__(self, *, error_feedback: bool, residual: str) -> None:
+        if residual not in RESIDUALS:
+            raise UsageError(f"residual must be one of {', '.join(RESIDUALS)}, not {residual!r}")
+        self.error_feedback = error_feedback
+        self.residual = residual
+        """Where residuals are found after a crash: `log`, exactly as they were, or `base`, as of some steps before."""
+        self.residuals = nn.Module()
+        """Buffers: by parameter, what was left out of the gradients so far."""
+        self.nonfinite_gradients = 0
+        """Gradients that were not compressed, since they had NaN or infinite elements."""
+        self.process_group: Any = None
+        """That of the DDP module, where it is not the default one."""
+        self._known: dict[int, _Known] = {}
+        self._turn = 0
+        """Counts steps, or backward passes."""
+        self._agreed = False
+
+    # -- what a compressor does -----------------------------------------------------------------------------------------
+
+    def describe(self) -> dict[str, Any]:
+        """What must be the same on all ranks and after a resume."""
+        return {"kind": type(self).__name__, "error_feedback": self.error_feedback}
+
+    def takes(self, dtype: torch.dtype) -> bool:
+        """Whether gradients of this dtype are compressed; others go on as they are."""
+        return dtype is torch.float32
+
+    def compress(self, flat: torch.Tensor, seed: int) -> P:
+        """The payload of a gradient, all finite."""
+        raise NotImplementedError
+
+    def write(self, payload: P, out: torch.Tensor) -> None:
+        """Fill `out`, which is flat, with what the payload stands for."""
+        raise NotImplementedError
+
+    def exchange(self, mine: list[P], seeds: list[int], group: Any) -> "Future[list[P]]":
+        """The mean of these payloads over all ranks, the same on each. One collective."""
+        raise NotImplementedError
+
+    # -- without DDP ----------------------------------------------------------------------------------------------------
+
+    def attach(self, optimizer: Optimizer) -> Any:
+        """Compress gradients before each step of this optimizer. Returns a handle, whose remove() ends that."""
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                self._know(p)
+        return optimizer.register_step_pre_hook(self._before_step)
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        if getattr(optimizer, "grad_scale", None) is not None:
+            raise UsageError(
+                "these gradients are still multiplied by the scale of a GradScaler, which changes: call "
+                "scaler.unscale_(optimizer) before scaler.step(optimizer), so that what one step leaves out fits the next"
+            )
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        closure = kwargs.get("closure") if "closure" in kwargs else (args[1] if len(args) > 1 else None)
+        if closure is None:
+            self(params)
+            return None
+
+        def wrapped(*a: Any, **k: Any) -> Any:
+            result = closure(*a, **k)
+            self(params)
+            return result
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": wrapped}
+        return (args[0], wrapped, *args[2:]), kwargs
+
+    @torch.no_grad()
+    def __call__(self, params: Sequence[torch.Tensor]) -> None:
+        """Compress the gradients of these parameters, in place."""
+        self._turn += 1
+        for p in params:
+            grad = p.grad
+            if grad is None or grad.is_sparse or sharding.is_partial(grad):
+                continue
+            local = sharding.local(grad).detach()
+            if not self.takes(local.dtype) or not local.numel():
+                continue
+            known = self._know(p)
+            flat = local.reshape(-1)
+            whole = self._with_residual(known, flat)
+            if not _is_finite(whole):
+                self._leave_alone(1)
+                continue
+            payload = self.compress(whole, self._seed(known, 0))
+            self.write(payload, flat)
+            self._keep_rest(known, whole, flat)
+            if not local.is_contiguous():
+                local.copy_(flat.view(local.shape))
+            if payloads.readers:
+                payloads.leave(p, payload)
+
+    # -- as a communication hook ----------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> "Compressor[P]":
+        """For model.register_comm_hook(compressor.state, compressor.hook)."""
+        return self
+
+    @torch.no_grad()
+    def hook(self, state: object, bucket: dist.GradBucket) -> Future[torch.Tensor]:  # type: ignore[name-defined]
+        """A DDP communication hook: the mean of the gradients in `bucket` over all ranks, compressed."""
+        group = self.process_group or dist.group.WORLD
+        if not self._agreed:
+            agree(self.describe(), group, bucket.buffer().device)
+            self._agreed = True
+        if bucket.index() == 0:
+            self._turn += 1
+        params, shaped = bucket.parameters(), bucket.gradients()
+        grads = [_in_memory(g) for g in shaped]
+        world = dist.get_world_size(group)
+        if not self.takes(bucket.buffer().dtype):
+            return _all_reduced(bucket.buffer(), world, group)
+        known = [self._know(p) for p in params]
+        wholes = [self._with_residual(k, g) for k, g in zip(known, grads, strict=True)]
+        odd = self._odd(wholes, group)
+        for g, is_odd in zip(grads, odd, strict=True):
+            if is_odd and world > 1:
+                dist.all_reduce(g.div_(world), group=group)
+        self._leave_alone(sum(odd))
+        left = [i for i, is_odd in enumerate(odd) if not is_odd]
+        mine = []
+        for i in left:
+            payload = self.compress(wholes[i], self._seed(known[i], dist.get_rank(group)))
+            if known[i].residual is not None:
+                self.write(payload, grads[i])
+                self._keep_rest(known[i], wholes[i], grads[i])
+            mine.append(payload)
+        seeds = [self._seed(known[i], -1) for i in left]
+        buffer = bucket.buffer()
+
+        def finish(future: "Future[list[P]]") -> Any:
+            for i, payload in zip(left, future.value(), strict=True):
+                self.write(payload, grads[i])
+                if payloads.readers and shaped[i].is_contiguous():
+                    payloads.leave(params[i], payload)
+            return buffer
+
+        return _then(_done(mine) if world == 1 or not mine else self.exchange(mine, seeds, group), finish)
+
+    def _odd(self, wholes: list[torch.Tensor], group: Any) -> list[bool]:
+        """Which gradients have elements that are not finite, on any rank."""
+        flags = torch.tensor([not _is_finite(w) for w in wholes], dtype=torch.uint8, device=wholes[0].device)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
+        return [bool(f) for f in flags.tolist()]
+
+    # -- by parameter ---------------------------------------------------------------------------------------------------
+
+    def _know(self, p: torch.Tensor) -> _Known:
+        known = self._known.get(id(p))
+        if known is None:
+            local = sharding.local(p)
+            has = self.error_feedback and p.requires_grad and self.takes(p.dtype)
+            residual = torch.zeros(local.numel(), dtype=p.dtype, device=local.device) if has else None
+            known = self._known[id(p)] = _Known(p, len(self._known), residual)
+        return known
+
+    def bind(self, params: Mapping[str, torch.Tensor]) -> None:
+        """Keep residuals as buffers with these names, so that they can be stored. By everstep.attach."""
+        self.residuals = nn.Module()
+        for index, (name, p) in enumerate(params.items()):
+            known = self._know(p)
+            known.index = index
+            if known.residual is not None:
+                self.residuals.register_buffer(name.replace(".", "/"), known.residual)
+
+    def _with_residual(self, known: _Known, flat: torch.Tensor) -> torch.Tensor:
+        return flat if known.residual is None else flat + known.residual
+
+    def _keep_rest(self, known: _Known, whole: torch.Tensor, out: torch.Tensor) -> None:
+        if known.residual is not None:
+            torch.sub(whole, out, out=known.residual)
+
+    def _seed(self, known: _Known, rank: int) -> int:
+        """For this gradient of this step: whatever is drawn depends on nothing else. Rank -1: on all ranks the same."""
+        return xxhash.xxh3_64_intdigest(struct.pack("<qqq", self._turn, known.index, rank)) >> 1
+
+    def _leave_alone(self, count: int) -> None:
+        if count and not self.nonfinite_gradients:
+            warnings.warn(
+                f"{count} gradient(s) with NaN or infinite elements were not compressed, and go on as they are "
+                "(told once; counted in compressor.nonfinite_gradients)",
+                NonFiniteWarning,
+                stacklevel=3,
+            )
+        self.nonfinite_gradients += count
+
+    # -- state ----------------------------------------------------------------------------------------------------------
+
+    def position(self) -> dict[str, Any]:
+        """What must be known at every step to go on as if nothing had happened, apart from residuals."""
+        return {"turn": self._turn, "nonfinite": self.nonfinite_gradients}
+
+    def set_position(self, position: Mapping[str, Any]) -> None:
+        self._turn = position["turn"]
+        self.nonfinite_gradients = position["nonfinite"]
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of its state, for those who store it by themselves: residuals in the order in which parameters were seen."""
+        residuals = [k.residual for k in sorted(self._known.values(), key=lambda k: k.index)]
+        return {**self.position(), "residuals": [None if r is None else r.clone() for r in residuals]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse, for a compressor that knows the same parameters (by attach or bind)."""
+        known = sorted(self._known.values(), key=lambda k: k.index)
+        if [None if k.residual is None else k.residual.shape for k in known] != [
+            None if r is None else r.shape for r in state["residuals"]
+        ]:
+            raise UsageError("residuals of other parameters: attach the compressor to the same optimizer first")
+        self.set_position(state)
+        for k, r in zip(known, state["residuals"], strict=True):
+            if k.residual is not None:
+                k.residual.copy_(r)
+
+
+def _in_memory(grad: torch.Tensor) -> torch.Tensor:
+    """All elements of a dense tensor in the order in which they lie in memory, as a view."""
+    return grad.view(-1) if grad.is_contiguous() else grad.as_strided((grad.numel(),), (1,), grad.storage_offset())
+
+
+def _is_finite(flat: torch.Tensor) -> bool:
+    """Whether all elements are. A sum is enough of a look: what is not finite makes it so."""
+    total = flat.sum(dtype=torch.float64)
+    return bool(torch.isfinite(total))
+
+
+def _then(future: "Future[Any]", call: "Callable[[Future[Any]], Any]") -> "Future[torch.Tensor]":
+    return future.then(call)
+
+
+def _done(value: Any) -> "Future[Any]":
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
+
+
+def _all_reduced(buffer: torch.Tensor, world: int, group: Any) -> Future[torch.Tensor]:
+    """As without a hook."""
+    work: Any = dist.all_reduce(buffer.div_(world), group=group, async_op=True)
+    return _then(work.get_future(), lambda future: buffer)
+
+
+def gathered(message: torch.Tensor, group: Any, merge: "Callable[[list[torch.Tensor]], list[P]]") -> "Future[list[P]]":
+    """merge() of the messages of all ranks, in their order."""
+    found = [torch.empty_like(message) for _ in range(dist.get_world_size(group))]
+    work: Any = dist.all_gather(found, message, group=group, async_op=True)
+    future: Future[list[P]] = work.get_future().then(lambda _: merge(found))
+    return future
