@@ -81,7 +81,7 @@ def run_case(folder: Path, case: str) -> dict[str, Any]:
         for step in range(STEPS):
             train_step(ddp, optimizer, step)
             run.commit()
-        run.flush()
+            run.flush()  # what is in `sent` from here on is of the next step
         stats = run.stats()
     report = {
         "left": left,

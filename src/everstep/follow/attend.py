@@ -240,8 +240,8 @@ class ShadowKeeper(Keeper):
                     stored, deadline = now, time.monotonic() + _STORE_S
                 elif time.monotonic() > deadline:
                     self.say(
-                        f"the shadow has not stored all of the log within {_STORE_S:.0f} s: of the steps after {max(stored, 0)} "
-                        "only bases are left"
+                        f"the shadow has not stored all of the log within {_STORE_S:.0f} s: of the steps after "
+                        f"{max(stored, 0)} only bases are left"
                     )
                     return
                 self._progressed.wait(0.1)

@@ -169,7 +169,7 @@ class RunPath:
         files.write_whole(os.path.join(self.generations(document.timeline), name), documents.encode(document))
 
     def log_has_begun(self, timeline: int, generation: int) -> None:
-        """This rank's log of the generation is on disk from now on: should it be missing, that is damage. Durable on return."""
+        """This rank's log of the generation is on disk from now on: should it be missing, that is damage. Durable."""
         files.write_whole(os.path.join(self.generations(timeline), f"{generation:06d}.log-{self.rank:05d}"), b"begun\n")
 
     def read_generation(self, timeline: int, generation: int) -> GenerationDocument:
