@@ -114,7 +114,7 @@ def test_the_first_example_of_the_readme_goes_on_where_it_was_killed(tmp_path: P
 
 
 def test_the_readme_names_every_option_of_attach_and_no_other() -> None:
-    from everstep.run import Options
+    from everstep.options import Options
 
     table = README.split("## Options of attach")[1].split("\n## ")[0]
     named = set(re.findall(r"`([a-z_]+)`", " ".join(line.split("|")[1] for line in table.splitlines() if "|" in line)))

@@ -7,13 +7,12 @@ import contextlib
 import os
 import shutil
 import socket
-import ssl
 import sys
 import time
 import uuid
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,18 +26,15 @@ from everstep.atoms import RESIDUALS
 from everstep.capture import buckets
 from everstep.capture import loader as loaders
 from everstep.capture.capture import Capture, Destination
-from everstep.capture.offload import DURABILITIES
 from everstep.capture.snapshot import Snapshot
 from everstep.capture.tap import NEVER_REPLAYED
-from everstep.compress import Compressor, Tapped
+from everstep.compress import Compressor
 from everstep.compress.agree import check_same, check_same_compressor
 from everstep.errors import (
     CorruptionError,
     EverstepError,
     FormatError,
     InexactWarning,
-    LinkError,
-    MismatchError,
     NothingToRestoreError,
     ReplayError,
     StepNotFoundError,
@@ -50,170 +46,32 @@ from everstep.fingerprint import fingerprint
 from everstep.fold import class_name, find_class
 from everstep.follow import recover
 from everstep.follow.arena import DamagedStateError
-from everstep.follow.attend import ON_LAG, ShadowKeeper, available_bytes
-from everstep.follow.fetch import NUM_STREAMS, find_all
-from everstep.follow.gather import Shadows, ShadowSource, common_step, leave_bases, reaches_all, writes_for
+from everstep.follow.attend import ShadowKeeper, available_bytes
+from everstep.follow.fetch import find_all
 from everstep.follow.keeper import Keeper
 from everstep.follow.shares import Partition, coupled, share_out
 from everstep.follow.ship import STAGE_BYTES, RemoteShadow
-from everstep.follow.tuned import Ground, Tuned, choose_mode
+from everstep.follow.tuned import Tuned, choose_mode
 from everstep.format.documents import RANKS, GenerationDocument, RunDocument, TimelineDocument
-from everstep.layout import Pattern
-from everstep.link import addresses
-from everstep.naming import Declared, Inventory, Rename, named, take_inventory
+from everstep.naming import Declared, Inventory, named, take_inventory
+from everstep.options import Options
 from everstep.ranks import Holding, Ranks, aliases_of, assign, check_replicas, hashes_of, holding_id, holdings
 from everstep.restore.apply import apply, check_fits
-from everstep.restore.execute import Restored, check_before_replay, restore, warn_if_unproven
+from everstep.restore.execute import Restored, check_before_replay, restore
 from everstep.restore.history import Step
-from everstep.restore.join import Joint, Source, fetch, joint_of, order_like
+from everstep.restore.join import Joint
 from everstep.restore.plan import Line, line_files, line_of
 from everstep.store import files, shared
 from everstep.store.log import DiskPlace, LogWriter
-from everstep.store.retention import Retention
 from everstep.store.runs import Listing, RunPath, WriterLock, describe_writer, read_listing
+from everstep.together import Together, forked_already, latest_of, warn_if_inexact
 from everstep.tune.averages import Counters
 from everstep.tune.choice import MAX_BATCH, Decision
-from everstep.tune.model import Limits, Setting
+from everstep.tune.model import Setting
 
 MODES = ("delta", "shadow", "auto")
-_SEEN_STEPS = 4096
-"""So many of the newest steps are told to other ranks."""
 PACE_AFTER = 50
 """Steps after which the measured pace is told."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """What attach takes beside model, optimizer, run, mode and extras."""
-
-    durability: str = "step"
-    """`step`: every step is on stable storage; `batch`: every `batch_steps`; `os`: survives the process, not the host."""
-    batch_steps: int = 8
-    max_inflight_steps: int = 4
-    """Steps that may be on their way to storage; training waits when there are more."""
-    max_inflight_bytes: int = 4 << 30
-    on_error: str = "raise"
-    """`raise`: a storage error is raised at the next commit; `warn`: training goes on unprotected and protects itself
-    again when storage is back."""
-    audit: str = "auto"
-    """`auto`: parameters at every step, optimizer state as time allows; `full`: everything at every step."""
-    retention: Retention = field(default_factory=lambda: Retention(min_bytes=1 << 30))
-    base_interval: int = 200
-    """A new base after so many steps."""
-    follower: bool = True
-    """Let a low-priority process make bases from the log; False: the trainer takes them itself."""
-    shadow: str = ""
-    """mode="shadow": tcp://host:port of a shadow on another host (`everstep shadow`), or several, joined by commas, which
-    share the atoms; empty: one of this host."""
-    shadow_token: str | None = None
-    """What that shadow was given as its token; None: the environment's EVERSTEP_TOKEN, or none."""
-    shadow_cafile: str | None = None
-    """TLS to that shadow, whose certificate this file (or one of its authorities) vouches for."""
-    shadow_streams: int = NUM_STREAMS
-    """Connections to each shadow on another host over which a state is fetched at once."""
-    log: str = "memory"
-    """mode="shadow": `disk` lets the shadow keep the log on disk too, for time travel and for when the shadow is lost."""
-    on_lag: str = "spill"
-    """mode="shadow": when the shadow is `max_lag_bytes` behind, write the log to disk (`spill`), or `wait`."""
-    max_lag_bytes: int | None = None
-    """None: 2 GiB, or four frames if they are larger."""
-    shadow_idle_s: float = 600.0
-    """A shadow without a trainer leaves a base and ends after so long."""
-    cursor: str = "keep"
-    """`drop`: if the number of ranks has changed and the loader's position cannot be divided anew, begin its pass again."""
-    rename: Rename = None
-    """From names in the model to names in the run: a function, or prefixes and what stands for them. For pipeline stages
-    that name their parameters anew."""
-    early: bool = False
-    """Hand gradients over during backward, as they become final, instead of at the step: they are on their way sooner. What
-    was changed in between other than by one multiplication (clipping, unscaling) is sent again."""
-    compress: Compressor[Any] | Tapped | None = None
-    """What compresses the gradients (everstep.compress): its own state is then part of the run's."""
-    layout: Sequence[Pattern] = ()
-    """What the tensors of hand-written parallelism are: see everstep.layout. DTensors need none."""
-    tune: bool = False
-    """Let measurements set `base_interval` (and `batch_steps` with durability="batch") within the limits below; what is
-    given for these is where it begins. mode="auto" does this too, and chooses the mode when the run is attached again."""
-    max_overhead: float | None = None
-    """tune: part of the training time that saving may cost, such as 0.01."""
-    max_recovery_s: float | None = None
-    """tune: what bringing a state back may take at the worst moment."""
-    max_bytes: int | None = None
-    """tune: what the run's folder may take at the worst moment."""
-    mtbf_s: float | None = None
-    """tune: seconds between failures; None: estimated from the run's own restarts."""
-    segment_bytes: int = 256 << 20
-    direct_io: bool | None = None
-    """Bypass the page cache when writing; None: where the file system can."""
-    quiet: bool = False
-
-    def __post_init__(self) -> None:
-        if self.durability not in DURABILITIES:
-            raise UsageError(f"durability must be one of {', '.join(DURABILITIES)}, not {self.durability!r}")
-        if self.on_error not in ("raise", "warn"):
-            raise UsageError(f"on_error must be 'raise' or 'warn', not {self.on_error!r}")
-        if self.audit not in ("auto", "full"):
-            raise UsageError(f"audit must be 'auto' or 'full', not {self.audit!r}")
-        if self.cursor not in ("keep", "drop"):
-            raise UsageError(f"cursor must be 'keep' or 'drop', not {self.cursor!r}")
-        if self.compress is not None and not isinstance(self.compress, (Compressor, Tapped)):
-            raise UsageError(
-                f"compress must be a compressor of everstep.compress, or tap(hook), not a {type(self.compress).__name__}"
-            )
-        if self.log not in ("memory", "disk"):
-            raise UsageError(f"log must be 'memory' or 'disk', not {self.log!r}")
-        if self.on_lag not in ON_LAG:
-            raise UsageError(f"on_lag must be one of {', '.join(ON_LAG)}, not {self.on_lag!r}")
-        found = [str(addresses.parse_address(address)) for address in self.shadows]
-        if len(set(found)) != len(found):
-            raise UsageError(f"shadow={self.shadow!r} names one shadow twice")
-        if not 1 <= self.shadow_streams <= 64:
-            raise UsageError(f"shadow_streams must be from 1 to 64, not {self.shadow_streams}")
-        if isinstance(self.retention, dict):
-            unknown = [name for name in self.retention if name not in Retention.__dataclass_fields__]
-            if unknown:
-                raise UsageError(f"retention has no {unknown[0]!r}; it has {', '.join(Retention.__dataclass_fields__)}")
-            object.__setattr__(self, "retention", Retention(**self.retention))
-        if not isinstance(self.retention, Retention):
-            raise UsageError(f"retention must be an everstep.Retention, not {self.retention!r}")
-        for name in ("batch_steps", "max_inflight_steps", "max_inflight_bytes", "base_interval", "segment_bytes"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if self.mtbf_s is not None and not (isinstance(self.mtbf_s, int | float) and self.mtbf_s > 0):
-            raise UsageError(f"mtbf_s must be a number above 0, not {self.mtbf_s!r}")
-        limited = self.ground.limits != Limits()
-        if self.tune and not self.follower:
-            raise UsageError("tune=True needs follower=True: a base that the trainer takes is not measured")
-        if not self.tune and (self.mtbf_s is not None or limited):
-            raise UsageError("max_overhead, max_recovery_s, max_bytes and mtbf_s are for tune=True or mode='auto'")
-
-    @property
-    def ground(self) -> Ground:
-        """What the tuner is told."""
-        limits = Limits(max_overhead=self.max_overhead, max_recovery_s=self.max_recovery_s, max_bytes=self.max_bytes)
-        return Ground(
-            limits=limits, failure_rate=None if self.mtbf_s is None else 1 / self.mtbf_s,
-            memory_bytes=self.max_inflight_bytes, segment_bytes=self.segment_bytes,
-        )  # fmt: skip
-
-    @property
-    def setting(self) -> Setting:
-        """Where the tuner begins."""
-        batch = self.batch_steps if self.durability == "batch" else 1
-        return Setting(base_interval=self.base_interval, batch_steps=batch, bases=self.retention.bases)
-
-    def kept_by(self, setting: Setting) -> Retention:
-        """Retention under a setting: what the user said, within the limit on bytes."""
-        if self.max_bytes is None:
-            return self.retention
-        at_most = min(self.max_bytes, self.retention.max_bytes or self.max_bytes)
-        least = min(self.retention.min_bytes, self.max_bytes)
-        return replace(self.retention, bases=setting.bases, max_bytes=at_most, min_bytes=least)
-
-    @property
-    def shadows(self) -> list[str]:
-        """Addresses of shadows on other hosts."""
-        return [address.strip() for address in self.shadow.split(",")] if self.shadow else []
 
 
 def attach(
@@ -612,18 +470,10 @@ class Run:
             line = line_of(listing, check_tail=False)
         return find_all(
             self._options.shadows, self._path, self._document.run, () if line is None else line.generations,
-            token=self._token(), tls=self._tls(), num_streams=self._options.shadow_streams,
-            at_least=_latest(line) if line is not None and step == "latest" else -1,
+            token=self._options.token, tls=self._options.tls, num_streams=self._options.shadow_streams,
+            at_least=latest_of(line) if line is not None and step == "latest" else -1,
             say=lambda text: self._say(f"everstep: {self.path}: {text}") if line is not None else None,
         )  # fmt: skip
-
-    def _token(self) -> bytes | None:
-        token = self._options.shadow_token or os.environ.get("EVERSTEP_TOKEN")
-        return token.encode() if token else None
-
-    def _tls(self) -> ssl.SSLContext | None:
-        cafile = self._options.shadow_cafile
-        return addresses.client_context(cafile) if cafile else None
 
     def _choose(
         self, listing: Listing, step: Step, offer: recover.Offer | None
@@ -633,7 +483,7 @@ class Run:
             raise UsageError(f"step must be 'latest' or a number from 0 on, not {step!r}")
         try:
             line = line_of(listing, check_tail=offer is None)
-            latest = step == "latest" or self._forked_already(listing, line, step)
+            latest = step == "latest" or forked_already(listing, line, step, self._launch)
             if offer is not None and _is_where_it_began(offer, line):
                 offer.generation = line.newest.generation
             if offer is not None and offer.generation != line.newest.generation:
@@ -643,7 +493,7 @@ class Run:
                 )
                 offer.release()
                 offer = None
-            if offer is not None and (offer.step == step or (latest and offer.step >= _latest(line))):
+            if offer is not None and (offer.step == step or (latest and offer.step >= latest_of(line))):
                 return line, offer.step, offer
             line = line_of(listing)
             if offer is not None:
@@ -657,14 +507,6 @@ class Run:
             if step in ("latest", 0):
                 return None, None, None
             raise StepNotFoundError(f"step {step} cannot be restored: {self.path} has no steps yet") from None
-
-    def _forked_already(self, listing: Listing, line: Line, step: int) -> bool:
-        """Whether an earlier process of this same launch has opened the fork that is asked for."""
-        generations = listing.generations()
-        return any(
-            generations[s.generation].launch == self._launch and generations[s.generation].asked_step == step
-            for s in line.spans
-        )
 
     def _restore_and_begin(
         self, listing: Listing, line: Line, at: int, asked: Step, offer: recover.Offer | None
@@ -687,7 +529,7 @@ class Run:
         cursor = cursors.decode(restored.state.cursor)
         cursors.check_same_extras(self._extras, cursor["extras"])
         check_same_compressor(self._compress, cursor)
-        self._warn_if_unproven(restored)
+        warn_if_inexact(restored)
         self._path.sync(line_files(line, restored.plan))
         if not os.path.exists(os.path.join(self._path.timeline(line.timelines[0]), "timeline.json")):
             raise CorruptionError(
@@ -741,21 +583,13 @@ class Run:
         self._stored, self._known, self._aliases = stored[ranks.rank], set(full.tensors), aliases_of(held)
         holding = holding_id(held, stored)
         begun = time.perf_counter()
-        asked = ranks.gather("ask shadows", self._standings())
-        seen = ranks.gather("see steps", self._seen_steps()) if any(asked) else []
-        at: int | None
-        at, source = ranks.first("choose a step", lambda: self._choose_step(step, asked, holding, seen))
-        restored: list[Restored] = []
-        joint: Joint | None = None
-        if at is not None and source != "disk":
-            at, source, joint = self._from_shadows(at, source, step, asked, seen, full, held, restored)
-        if at is not None and source == "disk":
-            joint = joint_of(self._path)
-            self._say(f"everstep: restoring step {at} of {self.path} …")
-            found = Source(joint.find(at), at)
-            ranks.all("restore", lambda: restored.append(self._restore_part(found, full, held)))
+        found = Together(
+            path=self._path, run=self._document.run, ranks=ranks, models=self._models, optimizers=self._optimizers,
+            declared=self._declared, extras=self._extras, compress=self._compress, options=self._options,
+            launch=self._launch, say=self._say,
+        ).find(step, full, held, holding)  # fmt: skip
+        at, from_memory, joint, restored = found.at, found.from_memory, found.joint, found.restored
         self._fetch_s = time.perf_counter() - begun
-        from_memory = source == "memory"
         self._dismiss_later = from_memory and self._mode != "shadow"
         timeline, generation, is_new = ranks.first(
             "open a generation", lambda: self._agree(joint, at, step, holding, from_memory=from_memory)
@@ -763,10 +597,10 @@ class Run:
         cursor: dict[str, Any] = {}
         was = 0
         if at is not None:
-            assert joint is not None
+            assert joint is not None and restored is not None
             was = (joint.eras[0] if from_memory else joint.find(at)).world_size
-            cursor = self._part_cursor(restored[0], was, at)
-            self._apply(restored[0], cursor)
+            cursor = self._part_cursor(restored, was, at)
+            self._apply(restored, cursor)
             if at and ranks.size > 1 and not self._resized_from:
                 self._warm(cursor)
         if ranks.size > 1:
@@ -783,19 +617,19 @@ class Run:
         if at is None:
             ranks.first("compare their parameters", partial(check_replicas, held, ranks.gather("hash", hashes_of(full))))
         ranks.all("start", start)
-        if at is None:
+        if at is None or restored is None:
             self._cursor()
             self._take_base()
             return 0
         self._saved_position, self._resume_cursor = cursor["data"], cursor
-        self._restored = restored[0]
-        self._proven = restored[0].proven
+        self._restored = restored
+        self._proven = restored.proven
         self._source = "shadow" if from_memory else "disk"
         self._last_cursor = {**cursor, "rng": rng.capture()}
         if ranks.rank == 0:
             for rank in range(ranks.size, was):  # nobody goes on with these
                 recover.dismiss(self._path.part(rank), self._document.run, generation, wait_s=0.0)
-        if is_new or self._dismiss_later or _computes_differently(restored[0].fingerprint):
+        if is_new or self._dismiss_later or _computes_differently(restored.fingerprint):
             self._take_base()
         else:
             self._base_ready = True
@@ -817,132 +651,6 @@ class Run:
         self._orders = buckets.BucketOrders(self._models)
         self._bucket_orders = {name: list(orders) for name, orders in self._orders.value.items()}
 
-    def _shadows(self) -> Shadows:
-        """Those of all ranks."""
-        options = self._options
-        return Shadows(
-            self._path, self._document.run, options.shadows, self._token(), self._tls(), options.shadow_streams
-        )
-
-    def _standings(self) -> list[int | str]:
-        """What the shadows of all ranks tell this process; nothing if the run was not written with shadows."""
-        try:
-            line = line_of(read_listing(self._path.part(0)), check_tail=False)
-        except (NothingToRestoreError, CorruptionError):
-            return []
-        return self._shadows().standings(line.generations) if line.newest.log == "memory" else []
-
-    def _from_shadows(
-        self, at: int, source: str, step: Step, asked: list[list[int | str]], seen: list[list[int]], full: Inventory,
-        held: list[list[Holding]], restored: list[Restored],
-    ) -> tuple[int | None, str, Joint]:  # fmt: skip
-        """All ranks: what their shadows hold, or bases of that. If that fails, the step to be had from disk."""
-        ranks = self._ranks
-        joint = joint_of(self._path)
-        self._say(f"everstep: taking step {at} of {self.path} from the memory of all ranks' shadows …")
-
-        def take() -> str:
-            try:
-                if source == "memory":
-                    with contextlib.closing(ShadowSource(joint.eras[0], at, self._shadows())) as found:
-                        restored.append(self._restore_part(found, full, held))
-                else:
-                    newest = joint.eras[0].newest
-                    leave_bases(self._shadows(), newest, at, writes_for(asked, ranks.rank))
-            except (LinkError, CorruptionError, StorageError) as e:
-                return f"{type(e).__name__}: {e}"
-            return ""
-
-        failed = [said for said in ranks.all("take from shadows", take) if said]
-        if not failed:
-            return at, source if source == "memory" else "disk", joint
-        restored.clear()
-        self._say_not_taken(failed[0])
-        at_disk: int | None
-        at_disk, source = ranks.first("choose a step on disk", lambda: self._choose_step(step, [], "", seen))
-        return at_disk, source, joint
-
-    def _say_not_taken(self, why: str) -> None:
-        self._say(f"everstep: {self.path}: nothing is taken from shadows: {why}; the shadows of all ranks are needed")
-
-    def _seen_steps(self) -> list[int]:
-        """The newest steps that this process could restore. Of a log in hosts' memory, others may see other parts."""
-        with contextlib.suppress(EverstepError):
-            return joint_of(self._path).steps()[-_SEEN_STEPS:]
-        return []
-
-    def _choose_step(
-        self, step: Step, asked: list[list[int | str]], holding: str, seen: list[list[int]]
-    ) -> tuple[int | None, str]:
-        """By one process: the step to restore (None for a new run), and from where: "disk"; the "memory" of all ranks'
-        shadows; or "bases" that these shadows' states must be written as first. Nothing is written."""
-        if step != "latest" and (not isinstance(step, int) or isinstance(step, bool) or step < 0):
-            raise UsageError(f"step must be 'latest' or a number from 0 on, not {step!r}")
-        try:
-            joint = joint_of(self._path)
-            line = joint.eras[0].lines[0]
-            latest = step == "latest" or self._forked_already(joint.listing, line, step)
-            in_memory, why = common_step(asked) if asked and all(asked) else (-1, "")
-            if in_memory >= 0 and (in_memory == step or (latest and in_memory >= _latest(joint))):
-                newest = joint.eras[0].newest
-                same = newest.holding == holding and newest.world_size == self._ranks.size
-                return in_memory, "memory" if same and reaches_all(asked) else "bases"
-            if why:
-                self._say_not_taken(why)
-            elif in_memory >= 0:
-                self._say(f"everstep: {self.path}: the shadows hold step {in_memory}; taking the state from disk")
-            at = joint.latest() if latest else step
-            common = set.intersection(*map(set, seen)) if seen else {at}
-            if latest and at not in common and common:
-                at = max(common)
-        except NothingToRestoreError:
-            if step in ("latest", 0):
-                return None, "disk"
-            raise StepNotFoundError(f"step {step} cannot be restored: {self.path} has no steps yet") from None
-        assert isinstance(at, int)
-        joint.find(at)
-        return at, "disk"
-
-    def _restore_part(self, source: Source, full: Inventory, held: list[list[Holding]]) -> Restored:
-        """This rank's boxes of a step."""
-        at = source.step
-        here = {h.uid for mine in held for h in mine}
-        missing = [
-            a.label()
-            for uid, a in source.atoms.items()
-            if uid not in here and a.owner in source.layout.models and a.placement != "rank-local"
-        ]
-        if missing:
-            raise MismatchError(
-                f"step {at} does not fit the objects given: {len(missing)} tensor(s) of the run are in no rank's model: "
-                f"{', '.join(missing[:10])}. Build the same model as the run was written with; where pipeline stages name "
-                "their parameters differently, give attach(rename=...)"
-            )
-        updated = {uid for groups in full.groups.values() for group in groups for uid in group}
-        restored = fetch(
-            source, full.layout.by_uid(), rank=self._ranks.rank, world_size=self._ranks.size, live=self._optimizers,
-            stateful=updated,
-        )  # fmt: skip
-        order_like(restored.state, full)
-        check_fits(restored.state, self._models, self._optimizers, self._declared)
-        cursor = cursors.decode(restored.state.cursor)
-        cursors.check_same_extras(self._extras, cursor["extras"])
-        check_same_compressor(self._compress, cursor)
-        self._warn_if_unproven(restored)
-        left = [
-            a.label()
-            for uid, a in full.layout.by_uid().items()
-            if a.placement == "rank-local" and uid in source.atoms and uid not in restored.state.tensors
-        ]
-        if left:
-            warnings.warn(
-                f"{', '.join(left[:5])} is Local, and rank {self._ranks.rank} had none of this shape when step {at} was "
-                "written: it keeps what it has",
-                InexactWarning,
-                stacklevel=3,
-            )
-        return restored
-
     def _agree(
         self, joint: Joint | None, at: int | None, asked: Step, holding: str, *, from_memory: bool
     ) -> list[Any]:
@@ -960,7 +668,7 @@ class Run:
             return [timeline, generation, True]
         newest = joint.eras[0].newest
         same = newest.holding == holding and newest.world_size == self._ranks.size
-        fork = not same or (at < _latest(joint) if from_memory else at != joint.latest())
+        fork = not same or (at < latest_of(joint) if from_memory else at != joint.latest())
         timeline = joint.eras[0].lines[0].timelines[0]
         source = joint.eras[0] if from_memory else joint.find(at)
         if fork:
@@ -985,16 +693,6 @@ class Run:
             "rng": rng.derived(rng.seed_in(cursor["rng"]), at, self._ranks.rank),
             "data": loaders.resized_position(cursor["data"]),
         }
-
-    def _warn_if_unproven(self, restored: Restored) -> None:
-        if restored.state.lost:
-            warnings.warn(
-                f"at step {restored.state.step} gradients were being accumulated over the commit and could not be stored: "
-                f"resume(step={restored.state.step - 1}) goes on exactly",
-                InexactWarning,
-                stacklevel=3,
-            )
-        warn_if_unproven(restored)
 
     def _apply(self, restored: Restored, cursor: dict[str, Any]) -> None:
         # Extras first: loading a scheduler may touch the optimizer's groups, and what was recorded has the last word.
@@ -1115,7 +813,7 @@ class Run:
             partition = Partition(self._shares, lambda i: self._path.read_layout(i, [timeline]))
         elsewhere = [
             partial(
-                RemoteShadow, address=address, token=self._token(), tls=self._tls(), partition=partition, index=index,
+                RemoteShadow, address=address, token=self._options.token, tls=self._options.tls, partition=partition, index=index,
                 interval=options.base_interval, max_staged_bytes=min(options.max_lag_bytes or STAGE_BYTES, STAGE_BYTES),
             )
             for index, address in enumerate(shadows)
@@ -1424,14 +1122,6 @@ def _note_on(optimizer: Optimizer) -> str:
             "everstep.register(YourOptimizer) lets followers and everstep.open() replay it"
         )
     return ""
-
-
-def _latest(line: Line | Joint) -> int:
-    """The newest step in files; damage there does not matter where a shadow has the state."""
-    try:
-        return line.latest()
-    except (CorruptionError, NothingToRestoreError):
-        return -1
 
 
 def _has_finished_passes(cursor: dict[str, Any]) -> bool:

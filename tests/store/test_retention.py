@@ -13,6 +13,7 @@ from torch import nn
 
 import everstep
 from everstep.errors import StepNotFoundError, UsageError
+from everstep.options import Options
 from everstep.store import files
 from everstep.store.files import Event
 from everstep.store.retention import Retention, StoredBase, StoredSegment, plan_removal
@@ -62,7 +63,7 @@ def test_the_last_two_bases_and_all_steps_since_are_kept(tmp_path: Path) -> None
 
 
 def test_by_default_nothing_of_a_small_run_is_removed(tmp_path: Path) -> None:
-    truth = train(tmp_path / "run", 33, retention=everstep.run.Options().retention)
+    truth = train(tmp_path / "run", 33, retention=Options().retention)
     check_history(tmp_path / "run", truth)
 
 

@@ -1,0 +1,165 @@
+"""What attach takes beside model, optimizer, run, mode and extras, and what of it is nonsense."""
+
+from __future__ import annotations
+
+import os
+import ssl
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from everstep.capture.offload import DURABILITIES
+from everstep.compress import Compressor, Tapped
+from everstep.errors import UsageError
+from everstep.follow.attend import ON_LAG
+from everstep.follow.fetch import NUM_STREAMS
+from everstep.follow.tuned import Ground
+from everstep.layout import Pattern
+from everstep.link import addresses
+from everstep.naming import Rename
+from everstep.store.retention import Retention
+from everstep.tune.model import Limits, Setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What attach takes beside model, optimizer, run, mode and extras."""
+
+    durability: str = "step"
+    """`step`: every step is on stable storage; `batch`: every `batch_steps`; `os`: survives the process, not the host."""
+    batch_steps: int = 8
+    max_inflight_steps: int = 4
+    """Steps that may be on their way to storage; training waits when there are more."""
+    max_inflight_bytes: int = 4 << 30
+    on_error: str = "raise"
+    """`raise`: a storage error is raised at the next commit; `warn`: training goes on unprotected and protects itself
+    again when storage is back."""
+    audit: str = "auto"
+    """`auto`: parameters at every step, optimizer state as time allows; `full`: everything at every step."""
+    retention: Retention = field(default_factory=lambda: Retention(min_bytes=1 << 30))
+    base_interval: int = 200
+    """A new base after so many steps."""
+    follower: bool = True
+    """Let a low-priority process make bases from the log; False: the trainer takes them itself."""
+    shadow: str = ""
+    """mode="shadow": tcp://host:port of a shadow on another host (`everstep shadow`), or several, joined by commas, which
+    share the atoms; empty: one of this host."""
+    shadow_token: str | None = None
+    """What that shadow was given as its token; None: the environment's EVERSTEP_TOKEN, or none."""
+    shadow_cafile: str | None = None
+    """TLS to that shadow, whose certificate this file (or one of its authorities) vouches for."""
+    shadow_streams: int = NUM_STREAMS
+    """Connections to each shadow on another host over which a state is fetched at once."""
+    log: str = "memory"
+    """mode="shadow": `disk` lets the shadow keep the log on disk too, for time travel and for when the shadow is lost."""
+    on_lag: str = "spill"
+    """mode="shadow": when the shadow is `max_lag_bytes` behind, write the log to disk (`spill`), or `wait`."""
+    max_lag_bytes: int | None = None
+    """None: 2 GiB, or four frames if they are larger."""
+    shadow_idle_s: float = 600.0
+    """A shadow without a trainer leaves a base and ends after so long."""
+    cursor: str = "keep"
+    """`drop`: if the number of ranks has changed and the loader's position cannot be divided anew, begin its pass again."""
+    rename: Rename = None
+    """From names in the model to names in the run: a function, or prefixes and what stands for them. For pipeline stages
+    that name their parameters anew."""
+    early: bool = False
+    """Hand gradients over during backward, as they become final, instead of at the step: they are on their way sooner. What
+    was changed in between other than by one multiplication (clipping, unscaling) is sent again."""
+    compress: Compressor[Any] | Tapped | None = None
+    """What compresses the gradients (everstep.compress): its own state is then part of the run's."""
+    layout: Sequence[Pattern] = ()
+    """What the tensors of hand-written parallelism are: see everstep.layout. DTensors need none."""
+    tune: bool = False
+    """Let measurements set `base_interval` (and `batch_steps` with durability="batch") within the limits below; what is
+    given for these is where it begins. mode="auto" does this too, and chooses the mode when the run is attached again."""
+    max_overhead: float | None = None
+    """tune: part of the training time that saving may cost, such as 0.01."""
+    max_recovery_s: float | None = None
+    """tune: what bringing a state back may take at the worst moment."""
+    max_bytes: int | None = None
+    """tune: what the run's folder may take at the worst moment."""
+    mtbf_s: float | None = None
+    """tune: seconds between failures; None: estimated from the run's own restarts."""
+    segment_bytes: int = 256 << 20
+    direct_io: bool | None = None
+    """Bypass the page cache when writing; None: where the file system can."""
+    quiet: bool = False
+
+    def __post_init__(self) -> None:
+        if self.durability not in DURABILITIES:
+            raise UsageError(f"durability must be one of {', '.join(DURABILITIES)}, not {self.durability!r}")
+        if self.on_error not in ("raise", "warn"):
+            raise UsageError(f"on_error must be 'raise' or 'warn', not {self.on_error!r}")
+        if self.audit not in ("auto", "full"):
+            raise UsageError(f"audit must be 'auto' or 'full', not {self.audit!r}")
+        if self.cursor not in ("keep", "drop"):
+            raise UsageError(f"cursor must be 'keep' or 'drop', not {self.cursor!r}")
+        if self.compress is not None and not isinstance(self.compress, (Compressor, Tapped)):
+            raise UsageError(
+                f"compress must be a compressor of everstep.compress, or tap(hook), not a {type(self.compress).__name__}"
+            )
+        if self.log not in ("memory", "disk"):
+            raise UsageError(f"log must be 'memory' or 'disk', not {self.log!r}")
+        if self.on_lag not in ON_LAG:
+            raise UsageError(f"on_lag must be one of {', '.join(ON_LAG)}, not {self.on_lag!r}")
+        found = [str(addresses.parse_address(address)) for address in self.shadows]
+        if len(set(found)) != len(found):
+            raise UsageError(f"shadow={self.shadow!r} names one shadow twice")
+        if not 1 <= self.shadow_streams <= 64:
+            raise UsageError(f"shadow_streams must be from 1 to 64, not {self.shadow_streams}")
+        if isinstance(self.retention, dict):
+            unknown = [name for name in self.retention if name not in Retention.__dataclass_fields__]
+            if unknown:
+                raise UsageError(f"retention has no {unknown[0]!r}; it has {', '.join(Retention.__dataclass_fields__)}")
+            object.__setattr__(self, "retention", Retention(**self.retention))
+        if not isinstance(self.retention, Retention):
+            raise UsageError(f"retention must be an everstep.Retention, not {self.retention!r}")
+        for name in ("batch_steps", "max_inflight_steps", "max_inflight_bytes", "base_interval", "segment_bytes"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.mtbf_s is not None and not (isinstance(self.mtbf_s, int | float) and self.mtbf_s > 0):
+            raise UsageError(f"mtbf_s must be a number above 0, not {self.mtbf_s!r}")
+        limited = self.ground.limits != Limits()
+        if self.tune and not self.follower:
+            raise UsageError("tune=True needs follower=True: a base that the trainer takes is not measured")
+        if not self.tune and (self.mtbf_s is not None or limited):
+            raise UsageError("max_overhead, max_recovery_s, max_bytes and mtbf_s are for tune=True or mode='auto'")
+
+    @property
+    def ground(self) -> Ground:
+        """What the tuner is told."""
+        limits = Limits(max_overhead=self.max_overhead, max_recovery_s=self.max_recovery_s, max_bytes=self.max_bytes)
+        return Ground(
+            limits=limits, failure_rate=None if self.mtbf_s is None else 1 / self.mtbf_s,
+            memory_bytes=self.max_inflight_bytes, segment_bytes=self.segment_bytes,
+        )  # fmt: skip
+
+    @property
+    def setting(self) -> Setting:
+        """Where the tuner begins."""
+        batch = self.batch_steps if self.durability == "batch" else 1
+        return Setting(base_interval=self.base_interval, batch_steps=batch, bases=self.retention.bases)
+
+    def kept_by(self, setting: Setting) -> Retention:
+        """Retention under a setting: what the user said, within the limit on bytes."""
+        if self.max_bytes is None:
+            return self.retention
+        at_most = min(self.max_bytes, self.retention.max_bytes or self.max_bytes)
+        least = min(self.retention.min_bytes, self.max_bytes)
+        return replace(self.retention, bases=setting.bases, max_bytes=at_most, min_bytes=least)
+
+    @property
+    def shadows(self) -> list[str]:
+        """Addresses of shadows on other hosts."""
+        return [address.strip() for address in self.shadow.split(",")] if self.shadow else []
+
+    @property
+    def token(self) -> bytes | None:
+        """What shadows on other hosts want to hear."""
+        token = self.shadow_token or os.environ.get("EVERSTEP_TOKEN")
+        return token.encode() if token else None
+
+    @property
+    def tls(self) -> ssl.SSLContext | None:
+        return addresses.client_context(self.shadow_cafile) if self.shadow_cafile else None
