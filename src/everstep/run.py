@@ -813,7 +813,7 @@ class Run:
             partition = Partition(self._shares, lambda i: self._path.read_layout(i, [timeline]))
         elsewhere = [
             partial(
-                RemoteShadow, address=address, token=self._options.token, tls=self._options.tls, partition=partition, index=index,
+                RemoteShadow, address=address, token=options.token, tls=options.tls, partition=partition, index=index,
                 interval=options.base_interval, max_staged_bytes=min(options.max_lag_bytes or STAGE_BYTES, STAGE_BYTES),
             )
             for index, address in enumerate(shadows)
