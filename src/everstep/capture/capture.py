@@ -213,10 +213,9 @@ class Capture:
         return True
 
     def _tell_residuals(self) -> None:
-        if (self.step + 1) % self._residual_interval == 0:
-            for atom in self._inventory.layout.atoms:
-                if atom.owner == RESIDUALS:
-                    self.put(PendingTensor(atom.uid, self._inventory.tensors[atom.uid].detach().clone()))
+        if self._residuals and (self.step + 1) % self._residual_interval == 0:
+            for uid in self._residuals:
+                self.put(PendingTensor(uid, self._inventory.tensors[uid].detach().clone()))
 
     def flush(self) -> None:
         """Return when everything committed is durable, or has failed."""
@@ -289,6 +288,7 @@ class Capture:
         self._whole = (holders, keys, hung, containers, lengths)
         share = max(1, len(containers) // LOOK_AT_CONTAINERS)
         self._parts = cycle([tuple(each[i::share] for each in self._whole) for i in range(share)])
+        self._residuals = [a.uid for a in self._inventory.layout.atoms if a.owner == RESIDUALS]
         self._flags_of = list(self._inventory.live.values())
         self._flags = list(map(_requires_grad, self._flags_of))
 
