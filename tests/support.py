@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -62,3 +66,32 @@ def equal(a: Any, b: Any, path: str = "") -> list[str]:
     if isinstance(a, float) and isinstance(b, float):
         return [] if np.float64(a).tobytes() == np.float64(b).tobytes() else [f"{path}: {a!r} / {b!r}"]
     return [] if type(a) is type(b) and a == b else [f"{path}: {a!r} / {b!r}"]
+
+
+def fork_ranks(num: int, work: Callable[[int], None]) -> int:
+    """Runs `work` for each rank in a process of its own, forked after the import of torch, which takes longest; ends all if
+    one fails. What such a program exits with."""
+    pids = []
+    for rank in range(num):
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                work(rank)
+                code = 0
+            finally:
+                if code:
+                    sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+        pids.append(pid)
+    failed = False
+    while pids:
+        pid, status = os.wait()
+        pids.remove(pid)
+        if status and not failed:
+            failed = True
+            for other in pids:
+                os.kill(other, signal.SIGKILL)
+    return int(failed)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import signal
 import sys
 import warnings
 from collections.abc import Callable
@@ -29,7 +28,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817
 
 from everstep.capture.buckets import BucketOrders, warm
-from support import equal
+from support import equal, fork_ranks
 
 STEPS = 5
 SMALL = 0.004
@@ -305,31 +304,7 @@ def run_rank(rank: int, verb: str, folder: Path, ranks: int, cases: list[str]) -
 
 
 def main(verb: str, folder: str, ranks: str, *cases: str) -> int:
-    """Forks the ranks after the import of torch, which takes longest; ends all if one fails."""
-    pids = []
-    for rank in range(int(ranks)):
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                run_rank(rank, verb, Path(folder), int(ranks), list(cases))
-                code = 0
-            finally:
-                sys.stdout.flush()
-                sys.stderr.flush()
-                if code:
-                    sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
-                os._exit(code)
-        pids.append(pid)
-    failed = False
-    while pids:
-        pid, status = os.wait()
-        pids.remove(pid)
-        if status and not failed:
-            failed = True
-            for other in pids:
-                os.kill(other, signal.SIGKILL)
-    return int(failed)
+    return fork_ranks(int(ranks), lambda rank: run_rank(rank, verb, Path(folder), int(ranks), list(cases)))
 
 
 if __name__ == "__main__":

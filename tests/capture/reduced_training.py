@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 import time
 import warnings
@@ -26,6 +25,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817
 
 import everstep
+from support import fork_ranks
 from truth import different, live_state
 
 STEPS = 8
@@ -107,30 +107,7 @@ def run_rank(rank: int, folder: Path, ranks: int, cases: list[str]) -> None:
 
 
 def main(folder: str, ranks: str, *cases: str) -> int:
-    """Forks the ranks after the import of torch, which takes longest; ends all if one fails."""
-    pids = []
-    for rank in range(int(ranks)):
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                run_rank(rank, Path(folder), int(ranks), list(cases))
-                code = 0
-            finally:
-                if code:
-                    sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
-                sys.stderr.flush()
-                os._exit(code)
-        pids.append(pid)
-    failed = False
-    while pids:
-        pid, status = os.wait()
-        pids.remove(pid)
-        if status and not failed:
-            failed = True
-            for other in pids:
-                os.kill(other, signal.SIGKILL)
-    return int(failed)
+    return fork_ranks(int(ranks), lambda rank: run_rank(rank, Path(folder), int(ranks), list(cases)))
 
 
 if __name__ == "__main__":
