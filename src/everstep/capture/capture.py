@@ -9,37 +9,29 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import cycle
-from operator import attrgetter, is_
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from everstep import cursor as cursors
-from everstep import sharding, tree
-from everstep.atoms import RESIDUALS, Layout, state_uid
+from everstep.atoms import RESIDUALS, Layout
 from everstep.capture.auditor import Auditor, hash_replicas
 from everstep.capture.early import Early
+from everstep.capture.live import Described
 from everstep.capture.offload import Offload
 from everstep.capture.pending import Audit, Item, PendingCommit, PendingLayout, PendingState, PendingTensor
-from everstep.capture.registrations import Registrations
 from everstep.capture.sent import Ledger
 from everstep.capture.snapshot import Snapshot
+from everstep.capture.structure import Structure
 from everstep.capture.tap import Tap
 from everstep.capture.watch import Watch
 from everstep.errors import HiddenEditWarning
-from everstep.format.documents import StoredOptimizer
-from everstep.memory import strides_of
 from everstep.naming import Inventory
-from everstep.store.bases import Slot
 from everstep.store.log import LogWriter
 
 COPY_AT_ONCE_BYTES = 64 << 20
 """A base up to this size is copied on the training thread: quicker than to find out that it was disturbed."""
-LOOK_AT_CONTAINERS = 16
-"""At least so many of the dicts that modules keep their tensors in are looked at in a commit."""
-_requires_grad = attrgetter("requires_grad")
 
 
 @dataclass(frozen=True)
@@ -69,12 +61,11 @@ class Capture:
         """`take` reads the live objects: what this rank stores of them. Residuals of gradient compression are in the frames
         of steps that are multiples of `residual_interval`."""
         self.step = step
-        self._take = take
         self._optimizers = dict(optimizers)
         self._destination = destination
-        inventory = self._inventory = take()
-        self._registrations = Registrations()
-        self._note_structure()
+        self._structure = Structure(take)
+        inventory = self._inventory = self._structure.inventory
+        self._residuals = _residuals_of(inventory)
         self.ledger = Ledger()
         self.taps = {
             name: Tap(
@@ -178,7 +169,7 @@ class Capture:
         for item in self._watch.at_commit():
             self._overwrites += 1
             self.put(item)
-        if self._watch.reshaped or self._structure_changed() or any(t.groups_changed() for t in taps):
+        if self._watch.reshaped or self._structure.has_changed() or any(t.groups_changed() for t in taps):
             self._restructure()
         for tap in taps:
             if tap.results_due:
@@ -278,42 +269,13 @@ class Capture:
 
     # -- structure ----------------------------------------------------------------------------------------------------
 
-    def _note_structure(self) -> None:
-        places = self._inventory.places
-        holders = [p.container for p in places]
-        keys = [p.key for p in places]
-        hung = [self._inventory.live[p.uid] for p in places]
-        containers = [c for c, _ in self._inventory.containers]
-        lengths = [n for _, n in self._inventory.containers]
-        self._whole = (holders, keys, hung, containers, lengths)
-        share = max(1, len(containers) // LOOK_AT_CONTAINERS)
-        self._parts = cycle([tuple(each[i::share] for each in self._whole) for i in range(share)])
-        self._residuals = [a.uid for a in self._inventory.layout.atoms if a.owner == RESIDUALS]
-        self._flags_of = list(self._inventory.live.values())
-        self._flags = list(map(_requires_grad, self._flags_of))
-
-    def _structure_changed(self) -> bool:
-        """Whether a tensor was added, replaced, frozen or unfrozen anywhere.
-
-        torch tells of registrations (registrations.py); what goes past them is found by looking at a part of the modules at
-        each commit.
-        """
-        told, self._registrations.seen = self._registrations.seen, False
-        holders, keys, hung, containers, lengths = self._whole if told else next(self._parts)
-        return (
-            not all(map(is_, map(dict.get, holders, keys), hung))
-            or list(map(len, containers)) != lengths
-            or list(map(_requires_grad, self._flags_of)) != self._flags
-        )
-
     def _restructure(self) -> None:
         """Atoms or groups have changed: record how, and look at the new ones from now on."""
         for item in self._watch.at_commit():
             self.put(item)
         old = self._inventory
-        new = self._take()
-        self._inventory = new
-        self._note_structure()
+        new = self._inventory = self._structure.take()
+        self._residuals = _residuals_of(new)
         if new.layout.id != old.layout.id:
             self.put(PendingLayout(new.layout))
         for uid, tensor in new.tensors.items():
@@ -352,13 +314,19 @@ class Capture:
         if self.snapshot is not None:
             self.snapshot.guard()
             self.snapshot.wait()
-        slots, tensors, settled = self._atoms()
-        optimizers = tuple(self._stored_optimizer(tap, slots, tensors, settled) for tap in self.taps.values())
-        carried = self._carried(slots, tensors, settled)
-        small = sum(s.num_bytes for s in slots) <= COPY_AT_ONCE_BYTES
-        for i, slot in enumerate(slots):
-            if not settled[i] and (copy or small or self._watch.is_volatile(slot.uid)):
-                tensors[i], settled[i] = _copy(tensors[i]), True
+        live = Described()
+        live.add_atoms(self._inventory)
+        optimizers = tuple(
+            live.add_optimizer(
+                self._inventory, tap.name, tap.optimizer, tap.uids, tap.params, tap.group_uids, tap.recorded_hyper
+            )
+            for tap in self.taps.values()
+        )
+        carried = self._carried(live)
+        small = live.num_bytes <= COPY_AT_ONCE_BYTES
+        for i, slot in enumerate(live.slots):
+            if not live.settled[i] and (copy or small or self._watch.is_volatile(slot.uid)):
+                live.tensors[i], live.settled[i] = _copy(live.tensors[i]), True
         d = self._destination
         layout = self._inventory.layout
 
@@ -371,7 +339,7 @@ class Capture:
 
         self.wants_base = ""
         self.snapshot = Snapshot(
-            d.bases, self.step, slots, tensors, settled, fields, direct=d.direct, audit=self._expected(), on_done=on_done,
+            d.bases, self.step, live, fields, direct=d.direct, audit=self._expected(), on_done=on_done,
             may_finish=self.may_finish_base, rank=d.rank,
         )  # fmt: skip
         return self.snapshot
@@ -386,63 +354,14 @@ class Capture:
         audit.done.set()
         return audit
 
-    def _atoms(self) -> tuple[list[Slot], list[torch.Tensor], list[bool]]:
-        slots, tensors, settled = [], [], []
-        keys: set[str] = set()
-        for atom in self._inventory.layout.atoms:
-            tensor = self._inventory.tensors[atom.uid].detach()
-            slots.append(_slot(atom.uid, atom.role, f"{atom.owner}.{atom.name}", tensor, keys))
-            # Buffers may change in the next forward: they are copied now.
-            is_buffer = atom.role == "buffer"
-            tensors.append(tensor.clone() if is_buffer else tensor)
-            settled.append(is_buffer)
-        return slots, tensors, settled
-
-    def _stored_optimizer(
-        self, tap: Tap, slots: list[Slot], tensors: list[torch.Tensor], settled: list[bool]
-    ) -> StoredOptimizer:
-        names = {a.uid: a.name for a in self._inventory.layout.atoms}
-        keys = {s.key for s in slots}
-        entries = []
-        state = tap.optimizer.state
-        known: list[tuple[int, Any]] = [
-            (u, sharding.local_values(state[p])) for u, p in zip(tap.uids, tap.params, strict=True) if p in state
-        ]
-        other = {k: v for k, v in state.items() if not isinstance(k, torch.Tensor)}
-        if other:
-            known.append((0, other))
-        for uid, values in known:
-            name_of = {id(v): str(k) for k, v in values.items()}
-
-            def put(t: torch.Tensor, uid: int = uid, name_of: dict[int, str] = name_of) -> int:
-                name = name_of.get(id(t), f"#{len(slots)}")
-                slots.append(
-                    _slot(state_uid(tap.name, uid, name), "state", f"{tap.name}.{names.get(uid, '')}.{name}", t, keys)
-                )
-                tensors.append(t.detach())
-                settled.append(False)
-                return len(slots) - 1
-
-            entries.append((uid, tree.pack(dict(values), put, path=tap.name)))
-        hyper = [tree.pack(h, path=tap.name) for h in tap.recorded_hyper]
-        return StoredOptimizer(
-            tap.name, tuple(tap.group_uids), tree.plain_to_text(hyper), tree.plain_to_text(entries)
-        )
-
-    def _carried(
-        self, slots: list[Slot], tensors: list[torch.Tensor], settled: list[bool]
-    ) -> tuple[tuple[int, int], ...]:
-        keys = {s.key for s in slots}
+    def _carried(self, live: Described) -> tuple[tuple[int, int], ...]:
         out = []
         for tap in self.taps.values():
             for uid, kind, grad in tap.carried_now():
-                if kind == "zero":
-                    out.append((uid, -1))
-                else:
-                    slots.append(_slot(uid, "grad", f"grad.{uid:016x}", grad, keys))
-                    tensors.append(grad.detach().clone())
-                    settled.append(True)
-                    out.append((uid, len(slots) - 1))
+                index = -1
+                if kind != "zero":
+                    index = live.add(uid, "grad", f"grad.{uid:016x}", grad.detach().clone(), settled=True)
+                out.append((uid, index))
         return tuple(out)
 
     # -- the end ------------------------------------------------------------------------------------------------------
@@ -452,7 +371,7 @@ class Capture:
         self.settle()
         for tap in self.taps.values():
             tap.detach()
-        self._registrations.close()
+        self._structure.close()
         self._auditor.close()
         if self.snapshot is not None:
             self.snapshot.guard()
@@ -475,9 +394,5 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone(memory_format=torch.preserve_format)
 
 
-def _slot(uid: int, role: str, key: str, tensor: torch.Tensor, keys: set[str]) -> Slot:
-    while key in keys:
-        key += "'"
-    keys.add(key)
-    return Slot(uid, role, key, tensor.dtype, tuple(tensor.shape), strides_of(tensor))
-
+def _residuals_of(inventory: Inventory) -> list[int]:
+    return [a.uid for a in inventory.layout.atoms if a.owner == RESIDUALS]

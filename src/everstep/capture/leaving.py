@@ -1,0 +1,237 @@
+"""Live state on its way out, tensor by tensor, while training goes on.
+
+Between two updates tensors are read-only, so they are carried straight from where they are. Before the next update the
+training thread calls guard(): what has not left yet is then copied in memory first if there is room for it, and else waited
+for.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+
+from everstep.capture.live import Described
+from everstep.format.documents import Manifest, StoredTensor
+from everstep.memory import Bytes, new_pages, plain, view_bytes
+from everstep.store.bases import piece_sums
+
+SECOND_LOOK_BYTES = 16 << 20
+"""So much of what has left is hashed once more before the next update: an edit that no version counter shows is found."""
+
+
+class Writer(Protocol):
+    """Where a state goes: a base or a slot of a pool."""
+
+    @property
+    def order(self) -> Sequence[int]:
+        """Indices into the slots in the order in which add_pieces() wants them."""
+
+    def add_pieces(self, fill: Callable[[Bytes, int], None]) -> None: ...
+
+    def stored(self) -> list[StoredTensor]: ...
+
+    def finish(self, **fields: object) -> Manifest: ...
+
+    def abandon(self) -> None: ...
+
+
+class Room:
+    """Memory for what must be copied before it has left. This one has as much as is asked for."""
+
+    peak_bytes = 0
+
+    def take(self, num_bytes: int) -> Bytes | None:
+        """Memory, or None if there is none left."""
+        return new_pages(num_bytes)
+
+    def give_back(self) -> None:
+        """All that was taken."""
+
+
+class NoRoom(Room):
+    """Nothing is copied: what has not left is waited for."""
+
+    def take(self, num_bytes: int) -> Bytes | None:
+        return None
+
+
+class Staging(Room):
+    """Up to so many bytes, which are used again and again."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._limit = num_bytes
+        self._memory: Bytes = np.empty(0, np.uint8)
+        self._used = 0
+
+    def take(self, num_bytes: int) -> Bytes | None:
+        first = -(-self._used // 64) * 64
+        if first + num_bytes > self._limit:
+            return None
+        if not len(self._memory):
+            self._memory = new_pages(self._limit)  # takes no memory before it is used
+        self._used = first + num_bytes
+        self.peak_bytes = max(self.peak_bytes, self._used)
+        return self._memory[first : first + num_bytes]
+
+    def give_back(self) -> None:
+        self._used = 0
+
+
+class Leaving:
+    """One state. Made on the training thread while it is S(step); carried by another."""
+
+    torn = False
+    """Something changed a tensor before it had left: what arrives is of no step."""
+    has_left = False
+    """Nothing of it is looked at in the live objects any more."""
+
+    def __init__(
+        self, live: Described, room: Room, *, pace: Callable[[int], float] | None = None,
+        copy_at: Callable[[int], float] | None = None,
+    ) -> None:  # fmt: skip
+        """`pace`: so many bytes have been carried: how many seconds to wait. `copy_at`: when (monotonic) to begin to copy
+        the rest, of so many bytes, since the next update is near."""
+        self._live = live
+        self._settled = list(live.settled)
+        self._versions = [t._version for t in live.tensors]
+        self._bytes: list[Bytes | None] = [None] * len(live.tensors)
+        self._room = room
+        self._pace, self._copy_at = pace, copy_at
+        self._copied_rest = False
+        self._rest = sum(s.num_bytes for s, settled in zip(live.slots, live.settled, strict=True) if not settled)
+        self._lock = threading.Lock()
+        self._moved = threading.Condition(self._lock)
+        self._over = False
+        self.edited: list[int] = []
+        """uids of what was changed too early."""
+        self.carry_s = self.copy_s = 0.0
+        self.copied_bytes = 0
+
+    # -- the training thread ------------------------------------------------------------------------------------------
+
+    def guard(self, indices: Iterable[int] | None = None) -> None:
+        """These tensors (all, if not told) are about to change: return when they may. Waits for no more than it must."""
+        if self.has_left:
+            return
+        for index in range(len(self._settled)) if indices is None else indices:
+            with self._lock:
+                if not self._settled[index] and not self._copy(index):
+                    self._moved.wait_for(lambda: self._settled[index] or self._over)  # noqa: B023  # called here only
+        if indices is None:
+            self.has_left = True
+
+    # -- the thread that carries --------------------------------------------------------------------------------------
+
+    def carry(self, writer: Writer) -> None:
+        """All of it; writer.finish() is the caller's."""
+        begun = time.perf_counter()
+        try:
+            for index in writer.order:
+                writer.add_pieces(partial(self._fill, index))
+                with self._lock:
+                    if not self._settled[index]:
+                        self._settle(index)
+                    self._bytes[index] = None
+            self.has_left = True
+        finally:
+            self.carry_s = time.perf_counter() - begun
+            self.end()
+
+    def end(self) -> None:
+        """Nobody is waited for any longer, whatever has happened."""
+        with self._lock:
+            self._over = self.has_left = True
+            self._moved.notify_all()
+
+    def forget(self) -> None:
+        """Let go of all tensors."""
+        self.end()
+        self._live, self._bytes = Described(), []
+
+    def second_look(self, stored: Sequence[StoredTensor], turn: int) -> None:
+        """Whether some of what has left, other tensors at each turn, is what it was, unless it has been updated since."""
+        left = SECOND_LOOK_BYTES
+        for k in range(len(stored)):
+            index = (turn + k) % len(stored)
+            slot, tensor = self._live.slots[index], self._live.tensors[index]
+            if self._live.settled[index]:
+                continue
+            left -= slot.num_bytes
+            if left < 0:
+                return
+            by_uid = stored[index]
+            now = piece_sums(view_bytes(plain(tensor)), slot.uid, slot.dtype.itemsize)
+            if tensor._version != self._versions[index]:
+                return  # the next update has come
+            if now != by_uid.sums:
+                self.torn = True
+                self.edited.append(slot.uid)
+
+    def _fill(self, index: int, region: Bytes, start: int) -> None:
+        with self._lock:  # guard() may put a copy in the tensor's place between two pieces
+            np.copyto(region, self._source(index)[start : start + len(region)])
+        if self._pace is not None or self._copy_at is not None:
+            self._wait(len(region))
+
+    def _wait(self, num_bytes: int) -> None:
+        """Keep to the pace, and begin to copy in time."""
+        until = time.monotonic() + (self._pace(num_bytes) if self._pace is not None else 0.0)
+        while True:
+            now = time.monotonic()
+            copy_at = float("inf")
+            if self._copy_at is not None and not self._copied_rest and not self.has_left:
+                copy_at = self._copy_at(self._rest)
+                if now >= copy_at:
+                    self._copy_rest()
+            if now >= until:
+                return
+            time.sleep(max(0.0, min(until, copy_at, now + 0.01) - now))
+
+    def _copy_rest(self) -> None:
+        self._copied_rest = True
+        for index in range(len(self._settled)):
+            with self._lock:
+                if not self._settled[index] and not self._copy(index):
+                    return
+
+    # -- either, with the lock ----------------------------------------------------------------------------------------
+
+    def _source(self, index: int) -> Bytes:
+        found = self._bytes[index]
+        if found is None:
+            tensor = self._live.tensors[index]
+            dense = plain(tensor)
+            found = self._bytes[index] = view_bytes(dense)
+            if dense.data_ptr() != tensor.data_ptr() and not self._settled[index]:
+                self._settle(index)  # that was a copy already
+        return found
+
+    def _copy(self, index: int) -> bool:
+        """Whether there was room."""
+        begun = time.perf_counter()
+        source = self._source(index)
+        if self._settled[index]:
+            return True
+        memory = self._room.take(len(source))
+        if memory is None:
+            return False
+        np.copyto(memory, source)
+        self._bytes[index] = memory
+        self._settle(index)
+        self.copied_bytes += len(source)
+        self.copy_s += time.perf_counter() - begun
+        return True
+
+    def _settle(self, index: int) -> None:
+        """This tensor has been read: was it left alone until now?"""
+        if self._live.tensors[index]._version != self._versions[index]:
+            self.torn = True
+            self.edited.append(self._live.slots[index].uid)
+        self._settled[index] = True
+        self._rest -= self._live.slots[index].num_bytes
+        self._moved.notify_all()
