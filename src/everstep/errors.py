@@ -13,6 +13,8 @@
     ├── AuditError                   a replayed state does not have the hashes the trainer recorded
     ├── ReplayError                  an optimizer that cannot be built or replayed here
     ├── StorageError                 the disk refused: full, read-only, gone, I/O error
+    ├── PoolError                    a pool's file cannot be used: it is gone, or another run's
+    │   └── PoolFullError            what is to be stored does not fit into its place in the pool: make another pool
     ├── CursorError                  the recorded data position does not fit the loader
     ├── LinkError                    the other end of a link, or the way to it: bytes that are no message, a wrong token
     │   ├── LinkClosed               the connection ended, timed out or was never made
@@ -93,6 +95,14 @@ class ReplayError(EverstepError):
 
 class StorageError(EverstepError):
     """The storage refused an operation."""
+
+
+class PoolError(EverstepError):
+    """A pool's file cannot be used here."""
+
+
+class PoolFullError(PoolError):
+    """What is to be stored beside the tensors does not fit into the place that the pool has for it."""
 
 
 class CursorError(EverstepError):

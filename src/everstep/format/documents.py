@@ -158,6 +158,26 @@ class Manifest(msgspec.Struct):
         return self.audit != IN_PART
 
 
+class PoolDocument(msgspec.Struct):
+    """Written once into a pool: what each of its slots holds."""
+
+    layout: Layout
+    tensors: tuple[StoredTensor, ...]
+    """Their offsets are from the beginning of a slot's data; `sums` are empty, and in the slots' headers."""
+
+
+class SlotDocument(msgspec.Struct, omit_defaults=True):
+    """In the header of a slot of a pool: what a manifest has beside its tensors."""
+
+    optimizers: tuple[StoredOptimizer, ...]
+    cursor: str
+    carried: tuple[tuple[int, int], ...] = ()
+    audit: str = ""
+    fingerprint: dict[str, Any] = {}
+    layout: Layout | None = None
+    """None: the pool's."""
+
+
 def encode(document: object) -> bytes:
     data = msgspec.json.encode(document)
     return _HEAD + xxhash.xxh3_64_hexdigest(data).encode() + _MIDDLE + data + b"}\n"
@@ -185,7 +205,10 @@ def body(data: bytes) -> bytes:
 # Made while one thread imports this: msgspec prepares a type at its first use, and crashes if two threads are at it at once.
 _DECODERS: dict[type[Any], Any] = {
     kind: msgspec.json.Decoder(kind)
-    for kind in (RunDocument, TimelineDocument, GenerationDocument, KeptDocument, TuningDocument, Manifest, Layout)
+    for kind in (
+        RunDocument, TimelineDocument, GenerationDocument, KeptDocument, TuningDocument, Manifest, Layout, PoolDocument,
+        SlotDocument,
+    )
 }
 
 

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import itertools
 import mmap
 import os
 from collections.abc import Callable, Iterator
@@ -24,6 +25,12 @@ from everstep.store import aio
 
 BLOCK = 4096
 _STAGING_BYTES = 8 << 20
+_numbers = itertools.count()
+_libc = ctypes.CDLL(None, use_errno=True)
+_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
+_MS_SYNC = 4
+_MEMORY_FILE_SYSTEMS = frozenset((0x01021994, 0x858458F6))
+"""What statfs calls tmpfs and ramfs."""
 
 
 class Event(NamedTuple):
@@ -35,6 +42,8 @@ class Event(NamedTuple):
     offset: int = 0
     data: bytes = b""
     target: str = ""
+    num_bytes: int = 0
+    """Of a sync: so many bytes from `offset` on; 0: the whole file."""
 
 
 _observer: Callable[[Event], None] | None = None
@@ -61,9 +70,9 @@ def note(text: str) -> None:
         _observer(Event("note", text))
 
 
-def _done(op: str, path: str, offset: int = 0, data: object = None, target: str = "") -> None:
+def _done(op: str, path: str, offset: int = 0, data: object = None, target: str = "", num_bytes: int = 0) -> None:
     if _observer is not None:
-        _observer(Event(op, path, offset, b"" if data is None else bytes(data), target))  # type: ignore[call-overload]
+        _observer(Event(op, path, offset, b"" if data is None else bytes(data), target, num_bytes))  # type: ignore[call-overload]
 
 
 _HINTS = {
@@ -235,6 +244,112 @@ class Appender:
             self._fd = -1
         self._staging = np.empty(0, np.uint8)
         self._filled = 0
+
+
+class Preallocated:
+    """A new file of a fixed size whose every block is there, so that writing to it does not find the disk full.
+
+    It has a temporary name until publish(). Nothing is durable before sync() or publish() returns. One thread at a time.
+    """
+
+    def __init__(self, path: str, num_bytes: int, *, direct: bool = False) -> None:
+        """`direct`: offsets, lengths and memory that write() is given are multiples of a block."""
+        self._target = path
+        self.path = f"{path}.{os.getpid()}-{next(_numbers)}.tmp"
+        self.num_bytes = num_bytes
+        with _reported("create", self.path):
+            self._fd = _open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | (os.O_DIRECT if direct else 0))
+        _done("create", self.path)
+        try:
+            with _reported("allocate", self.path):
+                os.posix_fallocate(self._fd, 0, num_bytes)
+            if _observer is not None:
+                _done("write", self.path, 0, bytes(num_bytes))
+        except StorageError:
+            self.close()
+            raise
+
+    def write(self, offset: int, data: Bytes) -> None:
+        """Hand these bytes to the operating system, in few requests."""
+        with _reported("write", self.path):
+            done = 0
+            while done < len(data):
+                done += os.pwrite(self._fd, memoryview(data)[done : done + _STAGING_BYTES], offset + done)
+        _done("write", self.path, offset, data)
+
+    def sync(self) -> None:
+        """Return when all that was written is on stable storage."""
+        with _reported("sync", self.path):
+            os.fdatasync(self._fd)
+        _done("sync", self.path)
+
+    def publish(self) -> None:
+        """Everything durable, then the name that was asked for; durable on return."""
+        with _reported("sync", self.path):
+            os.fsync(self._fd)
+        _done("sync", self.path)
+        rename(self.path, self._target)
+        self.path = self._target
+
+    def close(self) -> None:
+        """Let go of it. One that was not published is removed."""
+        if self._fd < 0:
+            return
+        os.close(self._fd)
+        self._fd = -1
+        if self.path != self._target:
+            remove(self.path)
+
+
+class MappedFile(Preallocated):
+    """The same in memory: what is stored there is in the file, at the latest when sync_range() returns.
+
+    Whoever has stored something says so by wrote(), for observers; in between the system may write any page at any time.
+    """
+
+    def __init__(self, path: str, num_bytes: int) -> None:
+        super().__init__(path, num_bytes)
+        try:
+            with _reported("map", self.path):
+                self.memory: Bytes = self._map()
+        except StorageError:
+            self.close()
+            raise
+
+    def _map(self) -> Bytes:
+        return np.frombuffer(mmap.mmap(self._fd, self.num_bytes), np.uint8)
+
+    def _flush(self, first: int, num_bytes: int) -> None:
+        """OSError if these bytes cannot be made durable. Other threads run meanwhile (mmap.flush does not let them)."""
+        start = first // mmap.PAGESIZE * mmap.PAGESIZE
+        address = ctypes.c_void_p(self.memory.ctypes.data + start)
+        if _libc.msync(address, ctypes.c_size_t(first + num_bytes - start), _MS_SYNC):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+    def wrote(self, offset: int, num_bytes: int) -> None:
+        """These bytes have been stored."""
+        if _observer is not None:
+            _done("write", self.path, offset, self.memory[offset : offset + num_bytes])
+
+    def sync_range(self, offset: int, num_bytes: int) -> None:
+        """Return when these bytes are on stable storage, if the file is on any."""
+        with _reported("sync", self.path):
+            self._flush(offset, num_bytes)
+        _done("sync", self.path, offset, num_bytes=num_bytes)
+
+    def populate(self) -> None:
+        """Have all pages mapped now, as far as the system can: in memory, where that takes nothing from a disk."""
+        _libc.madvise(ctypes.c_void_p(self.memory.ctypes.data), ctypes.c_size_t(self.num_bytes), _MADV_POPULATE_WRITE)
+
+    def close(self) -> None:
+        self.memory = np.empty(0, np.uint8)  # the mapping goes when the last view does
+        super().close()
+
+
+def is_in_memory(folder: str) -> bool:
+    """Whether files in this folder are in memory only (tmpfs, ramfs), and nothing of them survives the host."""
+    told = ctypes.create_string_buffer(1024)
+    return _libc.statfs(os.fsencode(folder), told) == 0 and int.from_bytes(told.raw[:4], "little") in _MEMORY_FILE_SYSTEMS
 
 
 def make_dir(path: str) -> None:
@@ -469,10 +584,6 @@ class Reader:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_MADV_POPULATE_READ = 22
 
 
 class SharedReader(Reader):
