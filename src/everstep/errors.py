@@ -141,6 +141,10 @@ class UnprovenWarning(InexactWarning):
     """A restored state whose audit does not cover all of it; says what, and which step is proven whole."""
 
 
+class SetBackWarning(EverstepWarning):
+    """The newest state in a pool is damaged: an older step is taken instead; says which, and what is wrong."""
+
+
 class SlowResumeWarning(EverstepWarning):
     """Resuming is exact, but slower than it could be."""
 

@@ -58,6 +58,20 @@ class Options:
     """None: 2 GiB, or four frames if they are larger."""
     shadow_idle_s: float = 600.0
     """A shadow without a trainer leaves a base and ends after so long."""
+    pool: str = ""
+    """mode="snapshot": the folder for the pool: in memory (tmpfs) it survives the process, on a disk or in persistent memory
+    the host; empty: in the run's own folder."""
+    pool_slots: int | None = None
+    """mode="snapshot": states that the pool has places for; None: 3, or 4 with several ranks."""
+    pool_mode: str | None = None
+    """mode="snapshot": `direct`: straight into the pool's file; `staged`: copied in memory first; `disk`: written by large
+    requests from memory of our own; None: what fits the folder, and copies are made of what would be late."""
+    pool_memory: int | None = None
+    """mode="snapshot": bytes for such copies; None: as much as the state takes."""
+    snapshot_interval: int | None = None
+    """mode="snapshot": steps from one stored state to the next; None: as small as costs little (1 with several ranks)."""
+    max_bandwidth: float | None = None
+    """mode="snapshot": bytes a second that may leave for the pool."""
     cursor: str = "keep"
     """`drop`: if the number of ranks has changed and the loader's position cannot be divided anew, begin its pass again."""
     rename: Rename = None
@@ -118,6 +132,14 @@ class Options:
         for name in ("batch_steps", "max_inflight_steps", "max_inflight_bytes", "base_interval", "segment_bytes"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.pool_mode not in (None, "direct", "staged", "disk"):
+            raise UsageError(f"pool_mode must be 'direct', 'staged' or 'disk', not {self.pool_mode!r}")
+        for name, least in (("pool_slots", 2), ("pool_memory", 0), ("snapshot_interval", 1)):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < least):
+                raise UsageError(f"{name} must be a whole number from {least} on, not {value!r}")
+        if self.max_bandwidth is not None and not (isinstance(self.max_bandwidth, int | float) and self.max_bandwidth > 0):
+            raise UsageError(f"max_bandwidth must be a number of bytes a second above 0, not {self.max_bandwidth!r}")
         if self.mtbf_s is not None and not (isinstance(self.mtbf_s, int | float) and self.mtbf_s > 0):
             raise UsageError(f"mtbf_s must be a number above 0, not {self.mtbf_s!r}")
         limited = self.ground.limits != Limits()
@@ -125,6 +147,12 @@ class Options:
             raise UsageError("tune=True needs follower=True: a base that the trainer takes is not measured")
         if not self.tune and (self.mtbf_s is not None or limited):
             raise UsageError("max_overhead, max_recovery_s, max_bytes and mtbf_s are for tune=True or mode='auto'")
+
+    @property
+    def of_snapshots(self) -> list[str]:
+        """Which of the options that are for mode="snapshot" alone were given."""
+        names = ("pool", "pool_slots", "pool_mode", "pool_memory", "snapshot_interval", "max_bandwidth")
+        return [name for name in names if getattr(self, name) not in (None, "")]
 
     @property
     def ground(self) -> Ground:

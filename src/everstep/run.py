@@ -27,6 +27,7 @@ from everstep.capture import buckets
 from everstep.capture import loader as loaders
 from everstep.capture.capture import Capture, Destination
 from everstep.capture.snapshot import Snapshot
+from everstep.capture.states import Settings, States
 from everstep.capture.tap import NEVER_REPLAYED
 from everstep.compress import Compressor
 from everstep.compress.agree import check_same, check_same_compressor
@@ -59,17 +60,21 @@ from everstep.ranks import Holding, Ranks, aliases_of, assign, check_replicas, h
 from everstep.restore.apply import apply, check_fits
 from everstep.restore.execute import Restored, check_before_replay, restore
 from everstep.restore.history import Step
-from everstep.restore.join import Joint
+from everstep.restore.join import Era, Joint, set_back
 from everstep.restore.plan import Line, line_files, line_of
 from everstep.store import files, shared
 from everstep.store.log import DiskPlace, LogWriter
+from everstep.store.medium import medium_for
+from everstep.store.pools import Pools, remove_pools
 from everstep.store.runs import Listing, RunPath, WriterLock, describe_writer, read_listing
 from everstep.together import Together, forked_already, latest_of, warn_if_inexact
 from everstep.tune.averages import Counters
 from everstep.tune.choice import MAX_BATCH, Decision
 from everstep.tune.model import Setting
 
-MODES = ("delta", "shadow", "auto")
+MODES = ("delta", "shadow", "snapshot", "auto")
+LOGS = {"delta": "disk", "shadow": "memory", "snapshot": "pool"}
+"""What a generation says about its log."""
 PACE_AFTER = 50
 """Steps after which the measured pace is told."""
 
@@ -94,9 +99,14 @@ def attach(
         raise UsageError(f"shadow={options['shadow']!r} needs mode='shadow'")
     if mode == "shadow" and options.get("tune"):
         raise UsageError("tune=True sets nothing with mode='shadow': leave it out, or use mode='auto'")
+    if mode == "snapshot" and options.get("tune"):
+        raise UsageError("tune=True sets nothing with mode='snapshot', which chooses its interval itself: leave it out")
     if mode == "auto":
         options["tune"] = True
-    return Run(model, optimizer, run, cursors.check_extras(extras), Options(**options), mode)
+    found = Options(**options)
+    if mode != "snapshot" and found.of_snapshots:
+        raise UsageError(f"{found.of_snapshots[0]} is for mode='snapshot'")
+    return Run(model, optimizer, run, cursors.check_extras(extras), found, mode)
 
 
 class Run:
@@ -144,7 +154,7 @@ class Run:
             if self._lock is not None:
                 self._lock.release()
             raise
-        self._capture: Capture | None = None
+        self._capture: Capture | States | None = None
         self._keeper: Keeper | None = None
         self._resumed: int | None = None
         self._closed = False
@@ -274,6 +284,8 @@ class Run:
             raise UsageError(f"already resumed at step {self._resumed}; attach again to resume another step")
         begun = time.perf_counter()
         listing = read_listing(self._path)
+        for problem in listing.pool_problems:
+            self._say(f"everstep: {self.path}: {problem}")
         if self._ranks.size > 1 or self._is_in_parts(listing, step):
             at = self._resume_parts(step)
         else:
@@ -323,7 +335,7 @@ class Run:
     def flush(self) -> None:
         """Return when all committed steps are durable."""
         capture = self._live()
-        capture.flush()
+        capture.flush(self._last_cursor)
         if capture.snapshot is not None and not self._base_ready:
             capture.snapshot.wait()
             if not self._base_ready and not capture.errors() and capture.is_as_committed():
@@ -333,8 +345,7 @@ class Run:
     def stats(self) -> dict[str, Any]:
         """Numbers about this run since it was attached; after close() the last ones."""
         capture = self._resumed_capture()
-        steps, num_bytes = capture.offload.inflight()
-        log = self._log
+        steps, num_bytes = capture.inflight()
         return {
             "step": capture.step,
             "durable_step": self.durable_step,
@@ -346,29 +357,19 @@ class Run:
             "fetch_s": self._fetch_s,
             "commits": self._commits,
             "step_s": capture.step_s,
-            "training_thread_s": self._thread_s(capture),
+            "training_thread_s": capture.thread_s + capture.hook_s,
             "stall_s": capture.stall_s,
             "inflight_steps": steps,
             "inflight_bytes": num_bytes,
-            "log_bytes": log.bytes_written,
-            "bytes_a_step": log.bytes_written / self._commits if self._commits else 0,
-            "copied_gradient_bytes": sum(t.copied_bytes for t in capture.taps.values()),
-            "early_bytes": capture.ledger.used_bytes,
-            "early_scaled_bytes": capture.ledger.scaled_bytes,
-            "early_void_bytes": capture.ledger.void_bytes,
-            "reused_bytes": capture.ledger.reused_bytes,
-            "reused_scaled_bytes": capture.ledger.reused_scaled_bytes,
-            "reused_void_bytes": capture.ledger.reused_void_bytes,
+            "log_bytes": capture.stored_bytes,
+            "bytes_a_step": capture.stored_bytes / self._commits if self._commits else 0,
             "nonfinite_gradients": getattr(self._compress, "nonfinite_gradients", 0),
             "hidden_edits": capture.hidden_edits,
             "background_s": capture.background_s(),
-            "sync_s": capture.offload.sync_s,
             "unprotected_since": self._unprotected_since if self._keeper is None else self._since(self._keeper),
+            **capture.stats(),
             **(self._keeper.stats() if self._keeper is not None else {}),
         }
-
-    def _thread_s(self, capture: Capture) -> float:
-        return capture.thread_s + sum(t.thread_s for t in capture.taps.values())
 
     def _since(self, keeper: Keeper) -> int | None:
         return self._unprotected_since if self._unprotected_since is not None else keeper.unprotected_since
@@ -431,16 +432,21 @@ class Run:
         offer = self._find_shadow(listing, step)
         self._fetch_s = time.perf_counter() - begun
         try:
-            line, asked, offer = self._choose(listing, step, offer)
-            if line is None or asked is None:
-                self._begin_new(listing)
-                return 0
-            try:
-                return self._restore_and_begin(listing, line, asked, step, offer)
-            except DamagedStateError as e:
-                assert offer is not None
-                offer.is_damaged(str(e))
-                return self._resume_without(listing, step, offer, e)
+            while True:
+                line, asked, offer = self._choose(listing, step, offer)
+                if line is None or asked is None:
+                    self._begin_new(listing)
+                    return 0
+                try:
+                    return self._restore_and_begin(listing, line, asked, step, offer)
+                except DamagedStateError as e:
+                    assert offer is not None
+                    offer.is_damaged(str(e))
+                    return self._resume_without(listing, step, offer, e)
+                except CorruptionError as e:
+                    if step != "latest" or not set_back(self._path, Era([line]), asked, e):
+                        raise
+                    listing = read_listing(self._path)
         finally:
             if offer is not None:
                 offer.release()
@@ -542,6 +548,7 @@ class Run:
         if at and self._compress is not None:
             self._warm(cursor)
         self._dismiss_later = offer is not None and self._mode != "shadow"
+        in_pool = restored.plan is not None and restored.plan.base.in_pool
         fork = offer is None and asked != "latest" and not _is_newest(line, at)
         timeline = line.timelines[0]
         if fork:
@@ -553,15 +560,16 @@ class Run:
         self._saved_position, self._resume_cursor = cursor["data"], cursor
         self._restored = restored
         self._proven = restored.proven
-        self._source = "disk" if offer is None else "shadow"
+        self._source = "shadow" if offer is not None else "pool" if in_pool else "disk"
         self._last_cursor = {**cursor, "rng": rng.capture()}
-        if fork or self._dismiss_later or _computes_differently(restored.fingerprint):
+        if fork or self._dismiss_later or self._leaves_pool(in_pool) or _computes_differently(restored.fingerprint):
             self._take_base()
         else:
             self._base_ready = True
             self._durable = at
         if restored.plan is not None:
-            source = f"base {restored.plan.base.step} + {at - restored.plan.base.step} steps"
+            kind = "the pool's step" if in_pool else "base"
+            source = f"{kind} {restored.plan.base.step} + {at - restored.plan.base.step} steps"
         else:
             assert offer is not None
             source = f"from the memory of its shadow, pid {offer.pid}"
@@ -572,6 +580,10 @@ class Run:
             f"{'every bit' if restored.proven else 'every bit of the parameters'} proven)"
         )
         return at
+
+    def _leaves_pool(self, in_pool: bool) -> bool:
+        """Whether the state comes from a pool that this generation does not go on with: it is on no disk then."""
+        return in_pool and self._mode != "snapshot"
 
     def _resume_parts(self, step: Step) -> int:
         """Several ranks, now or when the run was written: all agree on a step, and each takes what it has of it."""
@@ -595,10 +607,11 @@ class Run:
             "open a generation", lambda: self._agree(joint, at, step, holding, from_memory=from_memory)
         )
         cursor: dict[str, Any] = {}
-        was = 0
+        was, in_pool = 0, False
         if at is not None:
             assert joint is not None and restored is not None
             was = (joint.eras[0] if from_memory else joint.find(at)).world_size
+            in_pool = not from_memory and joint.find(at).is_in_pool(at)
             cursor = self._part_cursor(restored, was, at)
             self._apply(restored, cursor)
             if at and ranks.size > 1 and not self._resized_from:
@@ -624,12 +637,12 @@ class Run:
         self._saved_position, self._resume_cursor = cursor["data"], cursor
         self._restored = restored
         self._proven = restored.proven
-        self._source = "shadow" if from_memory else "disk"
+        self._source = "shadow" if from_memory else "pool" if in_pool else "disk"
         self._last_cursor = {**cursor, "rng": rng.capture()}
         if ranks.rank == 0:
             for rank in range(ranks.size, was):  # nobody goes on with these
                 recover.dismiss(self._path.part(rank), self._document.run, generation, wait_s=0.0)
-        if is_new or self._dismiss_later or _computes_differently(restored.fingerprint):
+        if is_new or self._dismiss_later or self._leaves_pool(in_pool) or _computes_differently(restored.fingerprint):
             self._take_base()
         else:
             self._base_ready = True
@@ -738,7 +751,7 @@ class Run:
         self._path.write_generation(
             GenerationDocument(
                 generation, timeline, parent, step, self._ranks.size, layout.id, self._launch, describe_writer(),
-                fingerprint(), asked_step, "memory" if self._mode == "shadow" else "disk", holding,
+                fingerprint(), asked_step, LOGS[self._mode], holding, self._pool_folder(),
             )
         )  # fmt: skip
 
@@ -763,6 +776,13 @@ class Run:
         options = self._options
         folder = self._path.log(timeline)
         direct = files.supports_direct(folder) if options.direct_io is None else options.direct_io
+        destination = Destination(
+            self._document.run, timeline, generation, self._path.bases(timeline), direct, own, self._ranks.rank,
+            self._ranks.size > 1,
+        )  # fmt: skip
+        if self._mode == "snapshot":
+            self._start_states(destination, step)
+            return
         disk = DiskPlace(folder, direct=direct, segment_bytes=options.segment_bytes)
         memory = None
         if self._mode == "shadow":
@@ -772,11 +792,7 @@ class Run:
             fingerprint=own,
             chained=memory is None, on_begun=lambda: self._path.log_has_begun(timeline, generation),
         )  # fmt: skip
-        destination = Destination(
-            self._document.run, timeline, generation, self._path.bases(timeline), direct, own, self._ranks.rank,
-            self._ranks.size > 1,
-        )  # fmt: skip
-        self._capture = Capture(
+        capture = self._capture = Capture(
             self._inventory, self._optimizers, step, self._log, lambda layout: self._path.write_layout(timeline, layout),
             destination, full_audit=options.audit == "full",
             durability="step" if memory is not None else options.durability,
@@ -786,9 +802,9 @@ class Run:
         )  # fmt: skip
         # What survives only the process must not be called durable in the log: after a crash of the host it may be gone.
         os_only = options.durability == "os" or memory is not None
-        self._capture.offload.claim = lambda: -1 if os_only else self._durable
-        self._capture.offload.on_durable = self._on_durable
-        self._capture.may_finish_base = self._may_finish_base
+        capture.offload.claim = lambda: -1 if os_only else self._durable
+        capture.offload.on_durable = self._on_durable
+        capture.may_finish_base = self._may_finish_base
         if memory is None:
             self._keeper = Keeper(
                 self._path, timeline, generation, step, options.retention, options.base_interval,
@@ -819,21 +835,58 @@ class Run:
             for index, address in enumerate(shadows)
         ]  # fmt: skip
         keeper = self._keeper = ShadowKeeper(*where, **settings, elsewhere=elsewhere, ranks=self._ranks)
-        self._capture.offload.on_part = keeper.part_written
+        capture.offload.on_part = keeper.part_written
         self._tune(generation)
+
+    def _pool_folder(self) -> str:
+        """Of the pools that this run writes, as a generation says it; empty: it writes none."""
+        if self._mode != "snapshot":
+            return ""
+        place = self._options.pool
+        return os.path.join(os.path.abspath(place), f"everstep-pool-{self._document.run}") if place else "pool"
+
+    def _start_states(self, destination: Destination, step: int) -> None:
+        """Start watching in snapshot mode."""
+        options, ranks = self._options, self._ranks
+        folder = self._path.pool(self._pool_folder())
+        files.make_dirs(folder)
+        if options.pool:
+            os.chmod(folder, 0o700)  # others use this place, too
+        pools = Pools(
+            folder, run=self._document.run, rank=ranks.rank, generation=destination.generation, world_size=ranks.size,
+            num_slots=options.pool_slots or (3 if ranks.size == 1 else 4),
+            medium=lambda folder: medium_for(folder, options.pool_mode),
+        )  # fmt: skip
+        states = self._capture = States(
+            self._inventory, self._optimizers, step, pools, destination,
+            lambda layout: self._path.write_layout(destination.timeline, layout),
+            Settings(
+                interval=options.snapshot_interval or (None if ranks.size == 1 else 1), staged=options.pool_mode != "direct",
+                copy_first=options.pool_mode == "staged", memory_bytes=options.pool_memory,
+                max_bandwidth=options.max_bandwidth,
+            ),
+        )  # fmt: skip
+        states.on_durable = self._on_durable
+        states.may_finish_base = self._may_finish_base
+        self._keeper = Keeper(
+            self._path, destination.timeline, destination.generation, step, options.retention, options.base_interval,
+            follower=False, optimizers=self._optimizers, say=self._say, world_size=ranks.size, has_log=False,
+        )  # fmt: skip
+        if not self._dismiss_later:
+            recover.dismiss(self._path, self._document.run, destination.generation)
 
     def _tune(self, generation: int) -> None:
         """Hand base interval, batch size and retention to the tuner, if it may have them."""
-        capture, keeper, options, log = self._capture, self._keeper, self._options, self._log
-        assert capture is not None and keeper is not None
+        capture, keeper, options = self._capture, self._keeper, self._options
+        assert isinstance(capture, Capture) and keeper is not None
         if not options.tune:
             return
 
         def counters() -> Counters:
             return Counters(
                 step=capture.step, trained_s=capture.trained_s, waited_s=capture.offload.waited_s,
-                hook_s=self._thread_s(capture) + capture.stall_s - capture.offload.waited_s,
-                log_bytes=log.bytes_written, write_s=capture.offload.busy_s, sync_s=capture.offload.sync_s,
+                hook_s=capture.thread_s + capture.hook_s + capture.stall_s - capture.offload.waited_s,
+                log_bytes=capture.stored_bytes, write_s=capture.offload.busy_s, sync_s=capture.offload.sync_s,
             )  # fmt: skip
 
         def apply(setting: Setting) -> None:
@@ -920,7 +973,7 @@ class Run:
 
     # -- after a commit -----------------------------------------------------------------------------------------------
 
-    def _after_commit(self, capture: Capture) -> None:
+    def _after_commit(self, capture: Capture | States) -> None:
         keeper = self._keeper
         assert keeper is not None
         self._restored = None if self._saved_position is None else self._restored
@@ -939,7 +992,7 @@ class Run:
             capture.settle()
             base.wait()
             capture.stall_s += time.perf_counter() - begun
-        wanted = capture.wants_base or keeper.wants_base(capture.step, self._durable, self._log.bytes_written)
+        wanted = capture.wants_base or keeper.wants_base(capture.step, self._durable, capture.stored_bytes)
         busy = capture.snapshot is not None and not capture.snapshot.done.is_set()
         if wanted and not busy:
             self._take_base()
@@ -959,9 +1012,9 @@ class Run:
         first = not self._base_ready
         self._base_ready = True
         if first:
-            self._durable = max(self._durable, snapshot.step, capture.offload.synced_step)
+            self._durable = max(self._durable, snapshot.step, capture.synced_step)
             files.note(f"durable {self._durable}")
-        self._keeper.base_done(snapshot.step, self._log.bytes_written)
+        self._keeper.base_done(snapshot.step, capture.stored_bytes)
         if self._dismiss_later:
             self._dismiss_later = False
             recover.dismiss(self._path, self._document.run, capture.generation)
@@ -969,8 +1022,8 @@ class Run:
     def _may_finish_base(self, step: int) -> bool:
         """In the base thread: the first base (also after a failure) stands alone, later ones on the log before them."""
         capture = self._capture
-        if not self._base_ready or capture is None or capture.offload.error is not None:
-            return True
+        if not self._base_ready or not isinstance(capture, Capture) or capture.offload.error is not None:
+            return True  # a base of a run without a log stands on nothing
         if self._durable >= step and self._options.durability == "os":
             capture.offload.flush(hard=True)
         return self._durable >= step
@@ -985,7 +1038,7 @@ class Run:
             if self._keeper is not None:
                 self._keeper.durable(self._durable)
 
-    def _look_at_errors(self, capture: Capture) -> None:
+    def _look_at_errors(self, capture: Capture | States) -> None:
         errors = capture.errors()
         if not errors:
             self._come_back(capture)
@@ -1008,9 +1061,7 @@ class Run:
             )
         elif time.monotonic() >= self._next_retry:
             self._next_retry = time.monotonic() + 1.0
-            capture.settle()
-            capture.offload.restart()
-            capture.snapshot = None
+            capture.restart()
             self._base_ready = False
             self._rebase = True
             if self._keeper is not None and self._durable >= 0:
@@ -1019,7 +1070,7 @@ class Run:
                 except StorageError:
                     self._rebase = False  # still not back
 
-    def _come_back(self, capture: Capture) -> None:
+    def _come_back(self, capture: Capture | States) -> None:
         if self._unprotected_since is not None and self._base_ready:
             self._say(f"everstep: {self.path}: storage is back; protected again from step {capture.step} on")
             self._unprotected_since = None
@@ -1041,11 +1092,10 @@ class Run:
             if self._lock is not None:
                 self._lock.release()
 
-    def _stop(self, capture: Capture, finish: bool) -> None:
+    def _stop(self, capture: Capture | States, finish: bool) -> None:
         if self._keeper is not None:
             self._keeper.let_go()
-        capture.settle()
-        capture.offload.flush()
+        capture.flush()
         keeper = self._keeper
         healthy = not capture.errors()
         if finish and healthy and isinstance(keeper, ShadowKeeper):
@@ -1053,6 +1103,8 @@ class Run:
         if finish and healthy and keeper is not None and keeper.base_step != capture.step and capture.is_as_committed():
             capture.take_base(self._last_cursor, self._on_base)
         capture.close(finish=healthy)
+        if finish and healthy:
+            self._leave_pools(keeper)
         if self._base_ready and healthy:
             self._durable = max(self._durable, capture.step if not capture.errors() else self._durable)
         errors = capture.errors()
@@ -1061,17 +1113,23 @@ class Run:
                 f"{self.path}: steps after {self._durable} could not be stored: {errors[0]}"
             ) from errors[0]
 
+    def _leave_pools(self, keeper: Keeper | None) -> None:
+        """Pools outside the run's folder are not left behind when the last step is on disk."""
+        capture = self._capture
+        if isinstance(capture, States) and self._options.pool and keeper is not None and keeper.base_step == capture.step:
+            remove_pools(self._path.pool(self._pool_folder()), self._ranks.rank)
+
     def _at_exit(self) -> None:
         self.close()
 
-    def _live(self) -> Capture:
+    def _live(self) -> Capture | States:
         if self._closed:
             raise UsageError("this Run is closed")
         if os.getpid() != self._pid:
             raise UsageError("this Run belongs to the parent process: attach in the process that trains")
         return self._resumed_capture()
 
-    def _resumed_capture(self) -> Capture:
+    def _resumed_capture(self) -> Capture | States:
         if self._capture is None:
             raise UsageError("call run.resume() first, or iterate over run.steps(loader)")
         return self._capture
@@ -1080,8 +1138,8 @@ class Run:
         if not self._options.quiet:
             print(text, file=sys.stderr, flush=True)
 
-    def _pace_line(self, capture: Capture) -> str:
-        a_step = self._log.bytes_written / self._commits
+    def _pace_line(self, capture: Capture | States) -> str:
+        a_step = capture.stored_bytes / self._commits
         a_day = a_step * 86400 / max(capture.step_s, 1e-6)
         hours = self._free_bytes() / max(a_day, 1.0) * 24
         return (

@@ -32,7 +32,7 @@ from everstep.ranks import Holding, Ranks
 from everstep.restore.apply import check_fits
 from everstep.restore.execute import Restored, warn_if_unproven
 from everstep.restore.history import Step
-from everstep.restore.join import Joint, Source, fetch, joint_of, order_like
+from everstep.restore.join import Joint, Source, fetch, joint_of, order_like, set_back
 from everstep.restore.plan import Line, line_of
 from everstep.store.runs import Listing, RunPath, read_listing
 
@@ -80,12 +80,34 @@ class Together:
         joint: Joint | None = None
         if at is not None and source != "disk":
             at, source, joint = self._from_shadows(at, source, step, asked, seen, full, held, restored)
-        if at is not None and source == "disk":
+        while at is not None and source == "disk" and not restored:
             joint = joint_of(self.path)
             self.say(f"everstep: restoring step {at} of {self.path.path} …")
-            found = Source(joint.find(at), at)
-            ranks.all("restore", lambda: restored.append(self._restore_part(found, full, held)))
+            if not self._restore_all(Source(joint.find(at), at), full, held, restored, may_set_back=step == "latest"):
+                at, source = ranks.first("choose an older step", lambda: self._choose_step(step, [], holding, []))
         return Found(at, source == "memory", joint, restored[0] if restored else None)
+
+    def _restore_all(
+        self, source: Source, full: Inventory, held: list[list[Holding]], restored: list[Restored], *, may_set_back: bool
+    ) -> bool:
+        """Every rank's part of a step. False if a slot of a pool is damaged on any rank: then that step does not count."""
+
+        def take() -> str:
+            try:
+                restored.append(self._restore_part(source, full, held))
+            except CorruptionError as e:
+                if not may_set_back or e.step != source.step or not e.in_base or not source.era.is_in_pool(source.step):
+                    raise
+                return str(e)
+            return ""
+
+        failed = [said for said in self.ranks.all("restore", take) if said]
+        if not failed:
+            return True
+        restored.clear()
+        damage = CorruptionError(failed[0])
+        damage.step, damage.in_base = source.step, True
+        return not set_back(self.path, source.era, source.step, damage)
 
     def _shadows(self) -> Shadows:
         """Those of all ranks."""

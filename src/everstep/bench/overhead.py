@@ -128,8 +128,9 @@ class Meter:
             for key, hook in hooks.items():
                 if key not in self._others:
                     hooks[key] = self._timed(hook)
-        for tap in run._live().taps.values():
-            early: Any = tap._early
+        taps: Any = getattr(run._live(), "taps", {})
+        for tap in taps.values():
+            early = tap._early
             if early is not None:
                 early._backward_ends = self._timed(early._backward_ends)
         self._wrapped_zero_grad = self._optimizer.__dict__["zero_grad"]

@@ -63,6 +63,7 @@ class Capture:
         self.step = step
         self._optimizers = dict(optimizers)
         self._destination = destination
+        self._log = log
         self._structure = Structure(take)
         inventory = self._inventory = self._structure.inventory
         self._residuals = _residuals_of(inventory)
@@ -208,7 +209,7 @@ class Capture:
             for uid in self._residuals:
                 self.put(PendingTensor(uid, self._inventory.tensors[uid].detach().clone()))
 
-    def flush(self) -> None:
+    def flush(self, cursor: dict[str, Any] | None = None) -> None:
         """Return when everything committed is durable, or has failed."""
         self._auditor.hurry()
         self.settle()
@@ -377,6 +378,44 @@ class Capture:
             self.snapshot.guard()
             self.snapshot.wait()
         self.offload.close(finish=finish)
+
+    def inflight(self) -> tuple[int, int]:
+        """Steps and bytes on their way to storage."""
+        return self.offload.inflight()
+
+    @property
+    def synced_step(self) -> int:
+        """Every frame of this generation up to this step is durable."""
+        return self.offload.synced_step
+
+    def restart(self) -> None:
+        """Storage had failed: forget that, and begin anew with the next base."""
+        self.settle()
+        self.offload.restart()
+        self.snapshot = None
+
+    @property
+    def hook_s(self) -> float:
+        """The training thread's own time in hooks."""
+        return sum(t.thread_s for t in self.taps.values())
+
+    def stats(self) -> dict[str, Any]:
+        """Numbers that only this way of storing has."""
+        return {
+            "copied_gradient_bytes": sum(t.copied_bytes for t in self.taps.values()),
+            "early_bytes": self.ledger.used_bytes,
+            "early_scaled_bytes": self.ledger.scaled_bytes,
+            "early_void_bytes": self.ledger.void_bytes,
+            "reused_bytes": self.ledger.reused_bytes,
+            "reused_scaled_bytes": self.ledger.reused_scaled_bytes,
+            "reused_void_bytes": self.ledger.reused_void_bytes,
+            "sync_s": self.offload.sync_s,
+        }
+
+    @property
+    def stored_bytes(self) -> int:
+        """Written to the log so far."""
+        return self._log.bytes_written
 
     def errors(self) -> list[BaseException]:
         """What went wrong in the background, the first first."""

@@ -43,6 +43,7 @@ class Writer(Protocol):
 class Room:
     """Memory for what must be copied before it has left. This one has as much as is asked for."""
 
+    limit = 0
     peak_bytes = 0
 
     def take(self, num_bytes: int) -> Bytes | None:
@@ -64,16 +65,16 @@ class Staging(Room):
     """Up to so many bytes, which are used again and again."""
 
     def __init__(self, num_bytes: int) -> None:
-        self._limit = num_bytes
+        self.limit = num_bytes
         self._memory: Bytes = np.empty(0, np.uint8)
         self._used = 0
 
     def take(self, num_bytes: int) -> Bytes | None:
         first = -(-self._used // 64) * 64
-        if first + num_bytes > self._limit:
+        if first + num_bytes > self.limit:
             return None
         if not len(self._memory):
-            self._memory = new_pages(self._limit)  # takes no memory before it is used
+            self._memory = new_pages(self.limit)  # takes no memory before it is used
         self._used = first + num_bytes
         self.peak_bytes = max(self.peak_bytes, self._used)
         return self._memory[first : first + num_bytes]

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from everstep import sharding, tree
-from everstep.atoms import state_uid
+from everstep.atoms import Layout, state_uid
+from everstep.capture.structure import Structure
 from everstep.format.documents import StoredOptimizer
 from everstep.memory import strides_of
 from everstep.naming import Inventory
@@ -63,6 +66,9 @@ class Described:
             entries.append((uid, tree.pack(dict(values), put, path=name)))
         return StoredOptimizer(name, tuple(group_uids), pack_hyper(hyper, name), tree.plain_to_text(entries))
 
+    def copy(self) -> Described:
+        return Described(self.slots[:], self.tensors[:], self.settled[:], self._keys.copy())
+
     @property
     def num_bytes(self) -> int:
         return sum(s.num_bytes for s in self.slots)
@@ -80,3 +86,124 @@ def state_of(
 
 def pack_hyper(hyper: Sequence[dict[str, Any]], name: str) -> str:
     return tree.plain_to_text([tree.pack(h, path=name) for h in hyper])
+
+
+_version = attrgetter("_version")
+Mark = tuple[list[int], list[int]]
+
+
+class Live:
+    """The live objects, described again and again: what has not changed since the last time is not looked at anew."""
+
+    def __init__(self, take: Callable[[], Inventory], optimizers: Mapping[str, Optimizer], *, is_part: bool) -> None:
+        """`is_part`: other ranks have some of the parameters that the groups name."""
+        self._structure = Structure(take)
+        self._optimizers = dict(optimizers)
+        self._is_part = is_part
+        self._refresh()
+
+    @property
+    def inventory(self) -> Inventory:
+        return self._structure.inventory
+
+    @property
+    def layout(self) -> Layout:
+        return self.inventory.layout
+
+    def refresh(self) -> None:
+        """Look at everything anew."""
+        self._structure.take()
+        self._refresh()
+
+    def close(self) -> None:
+        self._structure.close()
+
+    def _refresh(self) -> None:
+        inventory = self.inventory
+        self._uids = {name: [uid for group in inventory.groups[name] for uid in group] for name in self._optimizers}
+        self._params = {name: [inventory.live[uid] for uid in uids] for name, uids in self._uids.items()}
+        self._all = list(chain.from_iterable(self._params.values()))
+        self._known: Described | None = None
+        self._stored: tuple[StoredOptimizer, ...] = ()
+        self._values: list[Any] = []
+        self._watched: list[torch.Tensor] = []
+
+    def describe(self) -> tuple[Described, tuple[StoredOptimizer, ...]]:
+        """Everything as it is now: buffers are copied, the rest is where it is. The optimizers' hyper is left empty."""
+        if self._structure.has_changed() or self._groups_changed():
+            self.refresh()
+        values = self._state_values()
+        known = self._known
+        if known is not None and values is not None and _same(values, self._values):
+            found = known.copy()
+            for i, slot in enumerate(found.slots):
+                if slot.role == "buffer":
+                    found.tensors[i] = self.inventory.tensors[slot.uid].detach().clone()
+            return found, self._stored
+        found = Described()
+        found.add_atoms(self.inventory)
+        self._stored = tuple(
+            found.add_optimizer(
+                self.inventory, name, optimizer, self._uids[name], self._params[name], self.inventory.groups[name], ()
+            )
+            for name, optimizer in self._optimizers.items()
+        )
+        self._known = None if values is None else found  # else numbers in it change without a trace
+        self._values = values or []
+        self._watched = [t for t, slot in zip(found.tensors, found.slots, strict=True) if slot.role != "buffer"]
+        return found.copy(), self._stored
+
+    def hyper(self) -> dict[str, list[dict[str, Any]]]:
+        """A copy of every optimizer's hyperparameters by group."""
+        return {
+            name: [
+                tree.freeze({k: v for k, v in group.items() if k != "params"}, path=name) for group in optimizer.param_groups
+            ]
+            for name, optimizer in self._optimizers.items()
+        }
+
+    def gradients(self) -> list[tuple[int, torch.Tensor]]:
+        """Those that are on their parameters now: the next backward may add to them."""
+        return [
+            (uid, sharding.local_grad(p))
+            for uid, p in self.inventory.params().items()
+            if p.grad is not None and uid in self.inventory.tensors and not p.grad.is_sparse
+        ]
+
+    def mark(self) -> Mark:
+        """What differs if parameters or optimizer state have been changed, but for what no version counter shows."""
+        values = self._state_values()
+        watched = self._watched
+        if values is None or not watched or not _same(values, self._values):
+            values = [v for name, o in self._optimizers.items() for v in _leaves(o, self._uids[name], self._params[name])]
+            params = [t for uid, t in self.inventory.tensors.items() if uid in self.inventory.params()]
+            watched = params + [sharding.local(v) for v in values if isinstance(v, torch.Tensor)]
+        return list(map(id, values)), list(map(_version, watched))
+
+    def _groups_changed(self) -> bool:
+        now = list(chain.from_iterable(g["params"] for o in self._optimizers.values() for g in o.param_groups))
+        return not self._is_part and not _same(now, self._all)
+
+    def _state_values(self) -> list[Any] | None:
+        """All that the optimizers keep, if that are dense tensors, and for every parameter; else None."""
+        found: list[Any] = []
+        for name, optimizer in self._optimizers.items():
+            state, params = optimizer.state, self._params[name]
+            if len(state) != len(params):
+                return None
+            try:
+                found += chain.from_iterable(map(dict.values, map(state.get, params)))  # type: ignore[arg-type]
+            except TypeError:  # one has none
+                return None
+        if self._values and _same(found, self._values):
+            return found
+        return found if all(isinstance(v, torch.Tensor) and not v.is_sparse for v in found) else None
+
+
+def _leaves(optimizer: Optimizer, uids: Sequence[int], params: Sequence[torch.Tensor]) -> list[Any]:
+    return [value for _, values in state_of(optimizer, uids, params) for value in values.values()]
+
+
+def _same(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    """Whether these are the very same objects."""
+    return len(a) == len(b) and all(map(is_, a, b))

@@ -46,8 +46,10 @@ class Keeper:
     def __init__(
         self, path: RunPath, timeline: int, generation: int, step: int, policy: Retention, interval: int, *,
         follower: bool, optimizers: Mapping[str, Optimizer], say: Callable[[str], None], world_size: int = 1,
+        has_log: bool = True,
     ) -> None:  # fmt: skip
         self._world_size = world_size
+        self._has_log = has_log
         self._compared = -1
         self._drift: list[str] = []
         self._told_of_drift: set[str] = set()
@@ -300,6 +302,8 @@ class Keeper:
 
     def _complete(self) -> int:
         """A step that every rank has, or can make."""
+        if not self._has_log:
+            return common_base(self._path, self._timeline, self._world_size)
         return complete_step(self._path, self._timeline, self._generation, self._world_size)
 
     def _compare_ranks(self) -> None:

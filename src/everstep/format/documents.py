@@ -66,9 +66,12 @@ class GenerationDocument(msgspec.Struct):
     asked_step: int | None = None
     """The step given to resume(step=n), when that opened this timeline."""
     log: str = "disk"
-    """`memory`: its frames are in the memory of a host (mode="shadow"), and are not missed when that is lost."""
+    """`memory`: its frames are in the memory of a host (mode="shadow"), and are not missed when that is lost; `pool`: it has
+    none, but full states (mode="snapshot")."""
     holding: str = ""
     """A hash of which rank holds which boxes: frames go on from those of a generation that has the same."""
+    pool: str = ""
+    """The folder of its pools, from the run's own if it is inside that; empty: it has none."""
 
 
 class KeptDocument(msgspec.Struct):
@@ -151,6 +154,11 @@ class Manifest(msgspec.Struct):
     audit: str = ""
     """`trainer` (taken from live state), or how a follower made it."""
     fingerprint: dict[str, Any] = {}
+
+    @property
+    def in_pool(self) -> bool:
+        """Whether this is a slot of a pool."""
+        return any(name.endswith(".pool") for name in self.files)
 
     @property
     def is_proven(self) -> bool:

@@ -20,6 +20,7 @@ from everstep.ranks import place
 from everstep.restore.apply import apply, public_state
 from everstep.restore.compare import Comparison, compare
 from everstep.restore.execute import (
+    Restored,
     audit,
     check_chain,
     layout_finder,
@@ -29,7 +30,7 @@ from everstep.restore.execute import (
     open_frames,
     warn_if_unproven,
 )
-from everstep.restore.join import Joint, Source, fetch, joint_of, order_like
+from everstep.restore.join import Joint, Source, fetch, joint_of, order_like, set_back
 from everstep.restore.plan import Line, Plan, describe_steps
 from everstep.restore.replicas import drifted
 from everstep.store.bases import check_base
@@ -107,8 +108,7 @@ class History:
 
     def state(self, step: Step = "latest", *, timeline: int | None = None) -> dict[str, Any]:
         """S(step) as nested dicts of whole tensors: `model`, `optimizer`, `extras`."""
-        source = self._source(step, timeline)
-        restored = fetch(source, source.atoms)
+        restored = self._newest(step, timeline, lambda source: fetch(source, source.atoms))
         warn_if_unproven(restored)
         return public_state(restored.state, cursors.decode(restored.state.cursor)["extras"])
 
@@ -128,12 +128,15 @@ class History:
         rank, world_size = place()
         if world_size == 1:
             declared.check([live.matched])
-        source = self._source(step, timeline)
-        if source.era.world_size == 1 and not any(atom.boxes for atom in live.layout.atoms):
-            restored = fetch(source, source.atoms, live=optimizers)
-        else:
-            restored = fetch(source, live.layout.by_uid(), rank=rank, world_size=world_size, live=optimizers)
-            order_like(restored.state, live)
+
+        def take(source: Source) -> Restored:
+            if source.era.world_size == 1 and not any(atom.boxes for atom in live.layout.atoms):
+                return fetch(source, source.atoms, live=optimizers)
+            found = fetch(source, live.layout.by_uid(), rank=rank, world_size=world_size, live=optimizers)
+            order_like(found.state, live)
+            return found
+
+        restored = self._newest(step, timeline, take)
         saved = cursors.decode(restored.state.cursor)["extras"]
         if given:
             cursors.check_same_extras(given, saved)
@@ -141,6 +144,16 @@ class History:
         apply(restored.state, models, optimizers, declared)
         cursors.load_extras(given, saved)
         return restored.state.step
+
+    def _newest(self, step: Step, timeline: int | None, take: Callable[[Source], Restored]) -> Restored:
+        """What `take` makes of a step; for "latest", of the newest whose slot in a pool is not damaged."""
+        while True:
+            source = self._source(step, timeline)
+            try:
+                return take(source)
+            except CorruptionError as e:
+                if step != "latest" or not set_back(self._path, source.era, source.step, e):
+                    raise
 
     def _source(self, step: Step, timeline: int | None) -> Source:
         joint = self._joint(timeline)

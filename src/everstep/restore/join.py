@@ -8,6 +8,7 @@ A timeline has one layout. Where a run went on under another, a timeline begins 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from math import prod
@@ -18,7 +19,7 @@ from msgspec import structs
 
 from everstep.atoms import Atom, Layout
 from everstep.boxes import Share, filled, slices, whole
-from everstep.errors import CorruptionError, MismatchError, NothingToRestoreError, StepNotFoundError
+from everstep.errors import CorruptionError, MismatchError, NothingToRestoreError, SetBackWarning, StepNotFoundError
 from everstep.fold import Live, OptimizerState, Ranges, State
 from everstep.format.documents import GenerationDocument
 from everstep.frame import SetLayout
@@ -55,6 +56,10 @@ class Era:
         """Those that every rank has."""
         common = set.intersection(*(set(line.steps()) for line in self.lines))
         return sorted(n for n in common if self.high is None or n <= self.high)
+
+    def is_in_pool(self, step: int) -> bool:
+        """Whether a rank has this step in a pool."""
+        return any(step in line.bases and line.bases[step][0].in_pool for line in self.lines)
 
     def latest(self) -> int | None:
         """None if no step has been finished by all. CorruptionError if a rank has lost what it had made durable."""
@@ -128,6 +133,19 @@ def _era(path: RunPath, first: Line, high: int | None) -> Era:
     for rank in range(1, first.newest.world_size):
         lines.append(line_to(read_listing(path.part(rank)), first.newest.generation))
     return Era(lines, high)
+
+
+def set_back(path: RunPath, era: Era, step: int, error: CorruptionError) -> bool:
+    """Whether what is damaged is a slot of a pool: it does not count from now on, on any rank, and a warning says so."""
+    if not era.is_in_pool(step) or not error.in_base or error.step != step:
+        return False
+    path.bad_slots.update((line.bases[step][0].generation, step) for line in era.lines if step in line.bases)
+    warnings.warn(
+        f"{path.path}: the newest state in the pool, step {step}, is not used: {error}. The one before it is tried",
+        SetBackWarning,
+        stacklevel=4,
+    )
+    return True
 
 
 # -- what a step holds ------------------------------------------------------------------------------------------------

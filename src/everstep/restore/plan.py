@@ -25,7 +25,7 @@ class Span:
     low: int
     high: int | None
     in_memory: bool = False
-    """Its log was in a host's memory: what is not there (any more) is not missed."""
+    """It had no log on disk: what is not there (any more) is not missed."""
 
 
 @dataclass(frozen=True)
@@ -227,6 +227,11 @@ def _check_no_newer_damaged(listing: Listing, newest: int) -> None:
                     f"{base_folder(listing.path.bases(timeline), step)} belongs to generation {manifest.generation}, whose "
                     "document is missing"
                 )
+    for manifest, folder in listing.slots:
+        if manifest.generation > newest:
+            raise CorruptionError(
+                f"the pool in {folder} holds a step of generation {manifest.generation}, whose document is missing"
+            )
 
 
 def _line(
@@ -262,7 +267,7 @@ def _spans(
     document: GenerationDocument | None = newest
     high: int | None = None
     while document is not None:
-        spans.append(Span(document.timeline, document.generation, document.resume_step, high, document.log == "memory"))
+        spans.append(Span(document.timeline, document.generation, document.resume_step, high, document.log != "disk"))
         high = document.resume_step if high is None else min(high, document.resume_step)
         if document.parent is None:
             break
@@ -318,6 +323,11 @@ def _add_bases(line: Line, span: Span) -> None:
         inside = manifest.generation == span.generation and (span.high is None or step <= span.high)
         if inside and step >= span.low and step not in line.bases and manifest.run == line.listing.run.run:
             line.bases[step] = (manifest, base_folder(line.listing.path.bases(span.timeline), step))
+    for manifest, folder in line.listing.slots:  # a committed slot of a pool is a base
+        step = manifest.step
+        inside = (manifest.timeline, manifest.generation) == (span.timeline, span.generation)
+        if inside and span.low <= step and (span.high is None or step <= span.high) and step not in line.bases:
+            line.bases[step] = (manifest, folder)
 
 
 def _add_segment(line: Line, span: Span, segment: Segment) -> None:

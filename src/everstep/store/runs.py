@@ -32,7 +32,7 @@ from everstep.format.documents import (
 )
 from everstep.format.parts import Part
 from everstep.format.segment import parse_name
-from everstep.store import bases, files, shared
+from everstep.store import bases, files, pools, shared
 from everstep.store.segments import Segment
 
 RUN_FILE = "run.json"
@@ -44,16 +44,22 @@ _OURS = {RUN_FILE, LOCK_FILE, TUNING_FILE, "timelines", "pool"}
 class RunPath:
     """Where the parts of a run are."""
 
-    def __init__(self, path: str | os.PathLike[str], rank: int = 0) -> None:
-        """`rank`: whose part of it. Documents are the run's; log, bases, retention and lock are a rank's own."""
+    def __init__(
+        self, path: str | os.PathLike[str], rank: int = 0, bad_slots: set[tuple[int, int]] | None = None
+    ) -> None:
+        """`rank`: whose part of it. Documents are the run's; log, bases, retention and lock are a rank's own.
+
+        `bad_slots`: (generation, step) of slots of pools that turned out to be damaged, and do not count.
+        """
         if not isinstance(path, (str, os.PathLike)) or "://" in os.fspath(path):
             raise UsageError(f"a run is at the path of a folder on a mounted file system, not at {path!r}")
         self.path = os.path.abspath(os.fspath(path))
         self.rank = rank
+        self.bad_slots: set[tuple[int, int]] = set() if bad_slots is None else bad_slots
 
     def part(self, rank: int) -> RunPath:
         """The same run, seen as another rank's."""
-        return RunPath(self.path, rank)
+        return RunPath(self.path, rank, self.bad_slots)
 
     def run_file(self) -> str:
         return os.path.join(self.path, RUN_FILE)
@@ -81,6 +87,10 @@ class RunPath:
     def kept(self, timeline: int) -> str:
         name = f"kept-{self.rank:05d}.json" if self.rank else "kept.json"
         return os.path.join(self.timeline(timeline), name)
+
+    def pool(self, folder: str) -> str:
+        """Where a generation's pools are, from what its document says."""
+        return os.path.join(self.path, folder)
 
     def tuning(self) -> str:
         return os.path.join(self.path, f"tuning-{self.rank:05d}.json" if self.rank else TUNING_FILE)
@@ -391,6 +401,10 @@ class Listing:
     problems: list[str]
     shared: str = ""
     """The run's folder in this host's memory, if there is one."""
+    slots: list[tuple[Manifest, str]] = field(default_factory=list)
+    """Committed slots of pools, and the folders that these are in."""
+    pool_problems: list[str] = field(default_factory=list)
+    """Pools that cannot be read. There may be bases in their stead."""
 
     def generations(self) -> dict[int, GenerationDocument]:
         return {n: g for t in self.timelines.values() for n, g in t.generations.items()}
@@ -405,7 +419,16 @@ def read_listing(path: RunPath, part: Part | None = None) -> Listing:
     for name in files.listing(path.timelines()):
         if re.fullmatch(r"\d{4,}", name):
             _read_timeline(listing, int(name), part)
+    _read_slots(listing)
     return listing
+
+
+def _read_slots(listing: Listing) -> None:
+    path = listing.path
+    for folder in sorted({path.pool(g.pool) for g in listing.generations().values() if g.pool}):
+        found, problems = pools.read_pools(folder, listing.run.run, path.rank)
+        listing.slots += [(m, folder) for m in found if (m.generation, m.step) not in path.bad_slots]
+        listing.pool_problems += problems
 
 
 def _read_kept(path: RunPath, number: int, timeline: TimelineListing) -> None:

@@ -1,0 +1,468 @@
+"""Snapshot mode in the trainer: S(step) itself goes to the pool, straight from the live tensors, while training goes on.
+
+The training thread describes the state at a commit and guards it before the next update; one thread carries it out and
+commits the slot. One state is on its way at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from everstep import background
+from everstep import cursor as cursors
+from everstep.atoms import Layout
+from everstep.capture.capture import Destination
+from everstep.capture.leaving import Leaving, NoRoom, Room, Staging, Writer
+from everstep.capture.live import Described, Live, pack_hyper
+from everstep.capture.snapshot import Snapshot
+from everstep.errors import HiddenEditWarning, PoolFullError, StorageError
+from everstep.format.documents import Manifest, StoredOptimizer
+from everstep.naming import Inventory
+from everstep.store.pools import Pools
+from everstep.tune.schedule import Ground, Piece, Schedule, drifted, explain, plan
+from everstep.tune.throttle import Throttle
+
+MAX_OVERHEAD = 0.05
+"""What snapshots may take from training where the interval is ours to choose."""
+MEASURED_AFTER = 3
+"""Snapshots, before their cost is believed."""
+_COPY_BANDWIDTH = 2e9
+"""Bytes a second, until it has been measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How states leave."""
+
+    interval: int | None = 1
+    """Steps from one to the next; None: as often as costs little."""
+    staged: bool = False
+    """What has not left before the next update is copied in memory; else it is waited for."""
+    copy_first: bool = False
+    """Everything is copied in memory before it leaves."""
+    memory_bytes: int | None = None
+    """For copies; None: as much as the state takes."""
+    max_bandwidth: float | None = None
+    """Bytes a second that may leave."""
+
+
+@dataclass
+class _Averages:
+    """Moving averages of what is measured."""
+
+    values: dict[str, float] = field(default_factory=dict)
+
+    def add(self, name: str, value: float) -> None:
+        old = self.values.get(name)
+        self.values[name] = value if old is None else 0.8 * old + 0.2 * value
+
+    def get(self, name: str, default: float = 0.0) -> float:
+        return self.values.get(name, default)
+
+
+class _Job:
+    """One state on its way to the pool."""
+
+    def __init__(
+        self, step: int, layout: Layout, live: Described, leaving: Leaving, fields: Callable[[], dict[str, Any]]
+    ) -> None:
+        self.step = step
+        self.layout = layout
+        self.live = live
+        self.leaving = leaving
+        self.fields = fields
+        self.done = threading.Event()
+
+
+class States:
+    """The live objects of one generation, whose states are stored as they are. The counterpart of capture.Capture."""
+
+    def __init__(
+        self, take: Callable[[], Inventory], optimizers: Mapping[str, Optimizer], step: int, pools: Pools,
+        destination: Destination, write_layout: Callable[[Layout], None], settings: Settings,
+    ) -> None:  # fmt: skip
+        self.step = step
+        self._optimizers = dict(optimizers)
+        self._pools = pools
+        self._destination = destination
+        self._write_layout = write_layout
+        self._settings = settings
+        self._live = Live(take, optimizers, is_part=destination.is_shared)
+        self._layouts = {self._live.layout.id}
+        self._volatile: set[int] = set()
+        """uids of tensors that are edited between a commit and the next update: they are copied at once."""
+        self._room: Room = NoRoom()
+        self._throttle = None if settings.max_bandwidth is None else Throttle(settings.max_bandwidth)
+        self._updates = 0
+        self._mark = self._live.mark()
+        self._last_begun = step
+        self.interval = settings.interval or 1
+        self._job: _Job | None = None
+        self.snapshot: Snapshot | None = None
+        self.may_finish_base: Callable[[int], bool] = lambda step: True
+        self.on_durable: Callable[[int], None] = lambda step: None
+        self.wants_base = ""
+        self.error: BaseException | None = None
+        self.synced_step = -1
+        """The last step in the pool."""
+        self.hidden_edits = 0
+        self._hidden: list[int] = []
+        self.thread_s = self.stall_s = self.step_s = self.trained_s = 0.0
+        self._stall_before_s = self._stalled_s = 0.0
+        self._last_commit = self._committed_at = time.perf_counter()
+        self._means = _Averages()
+        self._schedule: Schedule | None = None
+        self._ground: Ground | None = None
+        self.num_stored = self.num_skipped = self.num_torn = 0
+        self.stored_bytes = 0
+        self.busy_s = self._hook_s = 0.0
+        self._handles = [
+            handle
+            for optimizer in self._optimizers.values()
+            for handle in (
+                optimizer.register_step_pre_hook(self._before_update), optimizer.register_step_post_hook(self._after_update)
+            )
+        ]  # fmt: skip
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._thread = background.start(self._run, "everstep-offload")
+
+    @property
+    def generation(self) -> int:
+        return self._destination.generation
+
+    @property
+    def layout(self) -> Layout:
+        return self._live.layout
+
+    # -- hooks --------------------------------------------------------------------------------------------------------
+
+    def _before_update(self, *_: Any) -> None:
+        begun, stalled = time.perf_counter(), self.stall_s
+        if not self._updates:
+            self._means.add("quiet_s", begun - self._committed_at)
+        self.guard()
+        self._hook_s += time.perf_counter() - begun - (self.stall_s - stalled)
+
+    def _after_update(self, *_: Any) -> None:
+        self._updates += 1
+
+    def guard(self) -> None:
+        """The state is about to change: return when nothing looks at it any more."""
+        job, snapshot = self._job, self.snapshot
+        begun = time.perf_counter()
+        if job is not None and not job.done.is_set():
+            job.leaving.guard()
+        if snapshot is not None and not snapshot.done.is_set():
+            snapshot.guard()
+        self.stall_s += time.perf_counter() - begun
+
+    # -- the boundary -------------------------------------------------------------------------------------------------
+
+    def commit(self, cursor: Callable[[], dict[str, Any]]) -> bool:
+        """End the next step, if anything happened; store its state, if it is due. Returns whether it did."""
+        if not self._updates and not self._was_edited():
+            return False
+        now = cursor()  # may raise (an extra's state_dict): then everything stays pending
+        self.step += 1
+        self._updates = 0
+        self._count_time()
+        if self.step - self._last_begun >= self.interval and self._is_free():
+            self._begin(now)
+        self._mark = self._live.mark()
+        self._warn_hidden()
+        self._committed_at = time.perf_counter()
+        return True
+
+    def _is_free(self) -> bool:
+        """Whether the last state has arrived. If we chose the interval, this one is left out; else it is waited for."""
+        job = self._job
+        if job is None or job.done.is_set():
+            return True
+        if self._settings.interval is None:
+            self.num_skipped += 1
+            return False
+        begun = time.perf_counter()
+        job.done.wait()
+        self.stall_s += time.perf_counter() - begun
+        return True
+
+    def _count_time(self) -> None:
+        ended = time.perf_counter()
+        took, self._last_commit = ended - self._last_commit, ended
+        # A pause (validation, a debugger) is not a step.
+        self.step_s = took if self.step_s == 0.0 else 0.9 * self.step_s + 0.1 * min(took, 2 * self.step_s)
+        stalled, self._stall_before_s = self.stall_s - self._stall_before_s, self.stall_s
+        self._stalled_s += stalled
+        self.trained_s += stalled + min(max(took - stalled, 0.0), 2 * self.step_s)
+
+    def _begin(self, cursor: dict[str, Any]) -> _Job:
+        """Start to carry out S(step), which the live state is."""
+        live, fields = self._state_now(cursor)
+        if self._settings.staged and self._memory_bytes(live) != self._room.limit:
+            self._room = Staging(self._memory_bytes(live))
+        leaving = Leaving(
+            live, self._room, pace=self._pace if self._throttle is not None else None,
+            copy_at=self._copy_at if self._settings.staged else None,
+        )  # fmt: skip
+        if self.num_stored >= MEASURED_AFTER:
+            self._means.add("snapshot_stall_s", self._stalled_s)  # since the last one
+        self._stalled_s = 0.0
+        self._last_begun = self.step
+        job = self._job = _Job(self.step, self.layout, live, leaving, fields)
+        self._jobs.put(job)
+        return job
+
+    def _state_now(self, cursor: dict[str, Any], *, copy: bool = False) -> tuple[Described, Callable[[], dict[str, Any]]]:
+        """The live state as S(step), and what a manifest of it says beside its tensors."""
+        live, optimizers = self._live.describe()
+        d, layout, hyper = self._destination, self.layout, self._live.hyper()
+        if layout.id not in self._layouts:
+            self._write_layout(layout)
+            self._layouts.add(layout.id)
+        carried = tuple(
+            (uid, live.add(uid, "grad", f"grad.{uid:016x}", grad.detach().clone(), settled=True))
+            for uid, grad in self._live.gradients()
+        )
+        for i, slot in enumerate(live.slots):
+            if not live.settled[i] and (copy or slot.uid in self._volatile):
+                live.tensors[i], live.settled[i] = live.tensors[i].clone(memory_format=torch.preserve_format), True
+
+        def fields() -> dict[str, Any]:
+            stored = tuple(
+                StoredOptimizer(o.name, o.params, pack_hyper(hyper[o.name], o.name), o.state) for o in optimizers
+            )
+            return {
+                "run": d.run, "timeline": d.timeline, "generation": d.generation, "layout": layout,
+                "optimizers": stored, "cursor": cursors.encode(cursor), "carried": carried, "audit": "trainer",
+                "fingerprint": d.fingerprint,
+            }  # fmt: skip
+
+        return live, fields
+
+    def _warn_hidden(self) -> None:
+        if not self._hidden:
+            return
+        uids, self._hidden = self._hidden, []
+        labels = self._live.inventory.labels()
+        self.hidden_edits += len(uids)
+        named = [labels.get(uid, "optimizer state") for uid in uids]
+        warnings.warn(
+            f"before step {self.step}, {', '.join(named[:5])} changed between a commit and the next update while it was on "
+            "its way to the pool: that snapshot was discarded. From now on it is copied at the commit",
+            HiddenEditWarning,
+            stacklevel=3,
+        )
+
+    # -- the thread ---------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        turn = 0
+        while True:
+            job = self._jobs.get()
+            if job is None:
+                return
+            begun = time.perf_counter()
+            try:
+                if self.error is None:
+                    self._store(job, turn)
+            except BaseException as e:
+                self.error = self.error or e
+            finally:
+                turn += 1
+                job.leaving.forget()
+                self._room.give_back()
+                self.busy_s += time.perf_counter() - begun
+                job.done.set()
+                del job  # its tensors are freed here, not when the next one comes
+
+    def _store(self, job: _Job, turn: int) -> None:
+        begun = time.perf_counter()
+        writer: Writer = self._pools.begin(job.step, job.layout, job.live.slots)
+        manifest: Manifest | None = None
+        try:
+            job.leaving.carry(writer)
+            if not job.leaving.torn:
+                job.leaving.second_look(writer.stored(), turn)
+            if not job.leaving.torn:
+                manifest = writer.finish(step=job.step, **job.fields())
+        except PoolFullError:
+            self._pools.make_larger()  # this state is not stored; the next one is, into another pool
+        finally:
+            if manifest is None:
+                with contextlib.suppress(StorageError):  # the first error is the one to report
+                    writer.abandon()
+        self._volatile.update(job.leaving.edited)
+        self._hidden += job.leaving.edited
+        if manifest is None:
+            self.num_torn += job.leaving.torn
+            return
+        self.num_stored += 1
+        self.stored_bytes += job.live.num_bytes
+        self._pools.committed(job.step)
+        self.synced_step = job.step
+        self.on_durable(job.step)
+        self._learn(job, time.perf_counter() - begun)
+
+    # -- schedule -----------------------------------------------------------------------------------------------------
+
+    def _pace(self, num_bytes: int) -> float:
+        assert self._throttle is not None
+        return self._throttle.delay(time.monotonic(), num_bytes)
+
+    def _copy_at(self, num_bytes: int) -> float:
+        """When to begin to copy the rest, so that it is done when the next update comes; inf: it will have left by then."""
+        if self._settings.copy_first:
+            return float("-inf")
+        quiet_s, bandwidth = self._means.get("quiet_s"), self._bandwidth()
+        if not quiet_s or not bandwidth:
+            return float("inf")
+        now = time.monotonic()
+        due = now + self._committed_at + quiet_s - time.perf_counter()
+        if now + num_bytes / bandwidth <= due:
+            return float("inf")
+        return due - 1.2 * num_bytes / self._means.get("copy_bandwidth", _COPY_BANDWIDTH)
+
+    def _memory_bytes(self, live: Described) -> int:
+        """For copies of so much."""
+        if not self._settings.staged:
+            return 0
+        given = self._settings.memory_bytes
+        return sum(-(-s.num_bytes // 64) * 64 for s in live.slots) if given is None else given
+
+    def _bandwidth(self) -> float:
+        """Of the way out; 0 as long as it is not known."""
+        return self._settings.max_bandwidth or self._means.get("bandwidth")
+
+    def _learn(self, job: _Job, took_s: float) -> None:
+        """By the thread, after a state was stored: what it cost, and how often that can be afforded."""
+        leaving, size = job.leaving, max(job.live.num_bytes, 1)
+        self._means.add("store_s", took_s)
+        carried = size - leaving.copied_bytes
+        if self._settings.max_bandwidth is None and carried and leaving.carry_s:
+            self._means.add("bandwidth", size / leaving.carry_s)
+        if leaving.copied_bytes and leaving.copy_s:
+            self._means.add("copy_bandwidth", leaving.copied_bytes / leaving.copy_s)
+        if self.num_stored < MEASURED_AFTER or not self.step_s:
+            return
+        ground = Ground(
+            step_s=max(self.step_s - self._means.get("snapshot_stall_s") / self.interval, 1e-6),
+            bandwidth=self._bandwidth() or _COPY_BANDWIDTH,
+            copy_bandwidth=self._means.get("copy_bandwidth", _COPY_BANDWIDTH),
+            memory_bytes=self._memory_bytes(job.live),
+        )
+        if self._ground is None or drifted(self._ground, ground):
+            self._ground = ground
+            deadline = max(min(self._means.get("quiet_s"), ground.step_s), 1e-6)
+            pieces = [Piece(slot.key, slot.num_bytes, 0.0, deadline) for slot in job.live.slots]
+            self._schedule = plan(pieces, ground, may_stall=self._settings.interval is not None)
+        if self._settings.interval is None and self._schedule is not None:
+            affordable = -(-self._means.get("snapshot_stall_s") // (MAX_OVERHEAD * ground.step_s))
+            self.interval = max(1, self._schedule.interval, int(affordable))
+
+    # -- flushing, bases, the end -------------------------------------------------------------------------------------
+
+    def flush(self, cursor: dict[str, Any] | None = None) -> None:
+        """Return when the last committed state is stored, or that has failed. `cursor`: of it."""
+        for _ in range(2):
+            job = self._job
+            if job is not None:
+                job.done.wait()
+            if self.synced_step >= self.step or self.error is not None or cursor is None or not self.is_as_committed():
+                return
+            self._begin(cursor)
+
+    def settle(self) -> None:
+        """Nothing in flight waits for the training thread."""
+
+    def forget_changes(self) -> None:
+        """The live objects were set to S(step) again: nothing has happened since."""
+        self._live.refresh()
+        self._updates = 0
+        self._mark = self._live.mark()
+
+    def pending(self) -> bool:
+        """Whether something has happened since the last commit."""
+        return bool(self._updates) or self._was_edited()
+
+    def _was_edited(self) -> bool:
+        """Whether the state was changed otherwise than by updates since the last commit."""
+        return not self._destination.is_shared and self._live.mark() != self._mark
+
+    def is_as_committed(self) -> bool:
+        """Whether the live state still is S(step)."""
+        return not self.pending()
+
+    def take_base(self, cursor: dict[str, Any], on_done: Callable[[Snapshot], None], *, copy: bool = False) -> Snapshot:
+        """Start a base of S(step), straight to disk: before the first step, and now and then."""
+        if self.snapshot is not None:
+            self.snapshot.guard()
+            self.snapshot.wait()
+        live, fields = self._state_now(cursor, copy=copy)
+        d = self._destination
+        self.wants_base = ""
+        self.snapshot = Snapshot(
+            d.bases, self.step, live, fields, direct=d.direct, on_done=on_done, may_finish=self.may_finish_base, rank=d.rank
+        )
+        return self.snapshot
+
+    def restart(self) -> None:
+        """Forget the error; the next state goes into a new pool."""
+        if self._job is not None:
+            self._job.done.wait()
+        self.error, self.synced_step, self.snapshot = None, -1, None
+        self._pools.forget()
+
+    def close(self, *, finish: bool) -> None:
+        self.guard()
+        for handle in self._handles:
+            handle.remove()
+        self._live.close()
+        if self.snapshot is not None:
+            self.snapshot.wait()
+        self._jobs.put(None)
+        self._thread.join()
+        self._pools.close()
+
+    def errors(self) -> list[BaseException]:
+        found = [self.error, None if self.snapshot is None else self.snapshot.error]
+        return [e for e in found if e is not None]
+
+    def inflight(self) -> tuple[int, int]:
+        job = self._job
+        return (0, 0) if job is None or job.done.is_set() else (1, job.live.num_bytes)
+
+    def background_s(self) -> dict[str, float]:
+        return {"offload": self.busy_s}
+
+    @property
+    def hook_s(self) -> float:
+        """The training thread's own time in hooks, without what it waited."""
+        return self._hook_s
+
+    def stats(self) -> dict[str, Any]:
+        """Numbers that only this way of storing has."""
+        schedule = self._schedule
+        return {
+            "snapshots": self.num_stored,
+            "snapshots_skipped": self.num_skipped,
+            "snapshots_torn": self.num_torn,
+            "snapshot_interval": self.interval,
+            "pool_bytes": self._pools.num_bytes,
+            "pool_is_durable": self._pools.is_durable,
+            "schedule": None if schedule is None else {
+                "interval": schedule.interval, "regime": schedule.regime, "stall_s": schedule.stall_s,
+                "peak_bytes": schedule.peak_bytes, "says": explain(schedule),
+                "measured_stall_s": self._means.get("snapshot_stall_s"), "measured_peak_bytes": self._room.peak_bytes,
+                "bandwidth": schedule.ground.bandwidth, "copy_bandwidth": schedule.ground.copy_bandwidth,
+            },
+        }  # fmt: skip

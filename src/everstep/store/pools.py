@@ -1,0 +1,142 @@
+"""The pools of one rank: one that is being written, and those that it takes over from.
+
+A pool's layout never changes, and a generation does not write into the pool of another: both make a new file. The old one
+goes when the new one holds a step that every rank has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import re
+from collections.abc import Callable, Sequence
+
+from everstep.atoms import Layout
+from everstep.errors import CorruptionError, PoolError, StorageError
+from everstep.format.documents import Manifest
+from everstep.store import files
+from everstep.store.bases import Slot
+from everstep.store.medium import MakeMedium
+from everstep.store.pool import Pool, SlotWriter, read_pool
+
+_NAME = re.compile(r"rank-(\d{5})-g(\d{6,})-(\d+)\.pool")
+_SPARE_BYTES, _SPARE_BYTES_A_TENSOR = 256 << 10, 512
+
+
+class Pools:
+    """Of one generation. One thread."""
+
+    def __init__(
+        self, folder: str, *, run: str, rank: int, generation: int, world_size: int, num_slots: int,
+        medium: Callable[[str], MakeMedium],
+    ) -> None:  # fmt: skip
+        self.folder = folder
+        self._run, self._rank, self._generation, self._world_size = run, rank, generation, world_size
+        self._num_slots = num_slots
+        self._medium = medium
+        self._pool: Pool | None = None
+        self._layout: Layout | None = None
+        self._numbers = itertools.count()
+        self._spare = 1
+        self._has_old = True
+
+    @property
+    def num_bytes(self) -> int:
+        return 0 if self._pool is None else self._pool.num_bytes
+
+    @property
+    def is_durable(self) -> bool:
+        """Whether what is committed survives the host."""
+        return not files.is_in_memory(self.folder)
+
+    def begin(self, step: int, layout: Layout, slots: Sequence[Slot]) -> SlotWriter:
+        """A slot for this step, of a new pool if these are other tensors than before."""
+        if self._pool is None or not self._pool.fits(slots):
+            self._make(layout, slots)
+        assert self._pool is not None
+        return self._pool.begin(step)
+
+    def _make(self, layout: Layout, slots: Sequence[Slot]) -> None:
+        self.forget()
+        files.make_dirs(self.folder)
+        taken = files.listing(self.folder)
+        names = (f"rank-{self._rank:05d}-g{self._generation:06d}-{n}.pool" for n in self._numbers)
+        self._pool = Pool.create(
+            self.folder, next(name for name in names if name not in taken), run=self._run, rank=self._rank, layout=layout,
+            slots=slots, num_slots=self._num_slots, medium=self._medium(self.folder),
+            spare_bytes=self._spare * (_SPARE_BYTES + _SPARE_BYTES_A_TENSOR * len(slots)),
+        )  # fmt: skip
+
+    def make_larger(self) -> None:
+        """What slots say beside their tensors no longer fits: the next one is in a pool with more room for it."""
+        self._spare *= 4
+        self.forget()
+
+    def forget(self) -> None:
+        """Write no more into the pool that there is."""
+        if self._pool is not None:
+            self._pool.close()
+        self._pool = None
+        self._has_old = True
+
+    def committed(self, step: int) -> None:
+        """A slot of this step has been."""
+        if self._has_old and self._pool is not None and self._all_have_one():
+            for name in files.listing(self.folder):
+                if name != self._pool.name and _rank_of(name) == self._rank:
+                    files.remove(os.path.join(self.folder, name))
+            files.sync_dir(self.folder)
+            self._has_old = False
+
+    def _all_have_one(self) -> bool:
+        """Whether some step is in the newest pools of all ranks of this generation."""
+        steps = []
+        for rank in range(self._world_size):
+            names = [n for n in files.listing(self.folder) if _rank_of(n) == rank and _generation_of(n) == self._generation]
+            if not names:
+                return False
+            newest = max(names, key=lambda n: int(n.rsplit("-", 1)[1].removesuffix(".pool")))
+            with contextlib.suppress(PoolError, CorruptionError, StorageError):  # then it has none that counts
+                steps.append({m.step for m in read_pool(os.path.join(self.folder, newest), self._run)})
+        return len(steps) == self._world_size and bool(set.intersection(*steps))
+
+    def close(self, *, remove: bool = False) -> None:
+        """`remove`: what it holds is elsewhere, too, and need not be here any more."""
+        if self._pool is not None:
+            self._pool.close()
+        self._pool = None
+        if remove:
+            remove_pools(self.folder, self._rank)
+
+
+def remove_pools(folder: str, rank: int) -> None:
+    """All of this rank's; and the folder, if it is empty then."""
+    for name in files.listing(folder):
+        if _rank_of(name) == rank:
+            files.remove(os.path.join(folder, name))
+    if os.path.isdir(folder) and not files.listing(folder):
+        files.remove_dir(folder)
+
+
+def read_pools(folder: str, run: str, rank: int) -> tuple[list[Manifest], list[str]]:
+    """The committed slots of this rank's pools, and what is wrong with those that cannot be read."""
+    found: list[Manifest] = []
+    problems: list[str] = []
+    for name in files.listing(folder):
+        if _rank_of(name) == rank:
+            try:
+                found += read_pool(os.path.join(folder, name), run)
+            except (PoolError, CorruptionError, StorageError) as e:
+                problems.append(str(e))
+    return found, problems
+
+
+def _rank_of(name: str) -> int | None:
+    match = _NAME.fullmatch(name)
+    return None if match is None else int(match[1])
+
+
+def _generation_of(name: str) -> int | None:
+    match = _NAME.fullmatch(name)
+    return None if match is None else int(match[2])
