@@ -1,0 +1,30 @@
+"""A link of a given bandwidth, emulated: says how long to wait so that no more than that gets through. Pure: the clock is given."""
+
+from __future__ import annotations
+
+from everstep.errors import UsageError
+
+
+class Throttle:
+    """A token bucket in the form of the time at which the link is free again. One thread, a clock that does not go back.
+
+    A chunk takes `num_bytes / bandwidth` seconds of the link, one chunk after another. Time that the link was idle is lost, but for
+    `burst_s`: a thread that comes a little late, because sleeping is not exact, makes up for so much. Therefore in any window of t seconds
+    no more than `bandwidth · (t + burst_s)` bytes and one chunk get through, and as long as chunks are never later than that, the
+    bandwidth is reached exactly.
+    """
+
+    def __init__(self, bandwidth: float, *, burst_s: float = 0.01) -> None:
+        if not bandwidth > 0 or not burst_s >= 0:
+            raise UsageError(f"a throttle needs a positive bandwidth in bytes a second, not {bandwidth}, and a burst of 0 s or more")
+        self.bandwidth = bandwidth
+        self.burst_s = burst_s
+        self._free_s = float("-inf")
+
+    def delay(self, now: float, num_bytes: int) -> float:
+        """Take the link for a chunk that begins now; seconds from now until it is through.
+
+        Carry the chunk, then wait for what is left of them: it counts as out only then.
+        """
+        self._free_s = max(self._free_s, now - self.burst_s) + num_bytes / self.bandwidth
+        return max(0.0, self._free_s - now)
