@@ -30,6 +30,11 @@ LARGE = (
     *SMALL[1:],
     Slot(5, "state", "optimizer.w.exp_avg", torch.float32, (PIECE_ELEMENTS,)),
 )
+WRITTEN = (
+    Slot(1, "param", "model.w", torch.float32, (200_000,)),
+    Slot(2, "state", "optimizer.w.half", torch.bfloat16, (70_001,)),
+    Slot(3, "buffer", "model.seen", torch.int64, (30_000,)),
+)
 
 
 def create(

@@ -444,7 +444,8 @@ def test_the_specification_names_every_dtype_tag_operation_record_and_field() ->
     known = set(re.findall(r"`(\w+)`", text))
     for kind in (
         documents.RunDocument, documents.TimelineDocument, documents.GenerationDocument, documents.KeptDocument,
-        documents.Manifest, documents.StoredTensor, documents.StoredOptimizer, segment.SegmentHeader, segment.SegmentEnd,
+        documents.Manifest, documents.StoredTensor, documents.StoredOptimizer, documents.PoolDocument,
+        documents.SlotDocument, segment.SegmentHeader, segment.SegmentEnd,
         frame.Footer, atoms.Atom, atoms.Layout, atoms.OptimizerSpec,
     ):  # fmt: skip
         missing = set(kind.__struct_fields__) - known
@@ -453,7 +454,7 @@ def test_the_specification_names_every_dtype_tag_operation_record_and_field() ->
 
 
 def test_golden_files_stay_small() -> None:
-    assert sum(f.stat().st_size for f in GOLDEN.rglob("*") if f.is_file()) < 450_000
+    assert sum(f.stat().st_size for f in GOLDEN.rglob("*") if f.is_file()) < 480_000
 
 
 class Growing(nn.Module):

@@ -6,6 +6,9 @@ Rules of this disk:
   name durable, syncing a folder does not make the folder's own name durable.
 - At a crash each volatile operation happened or did not, whatever the others did; a write may have reached any of its
   512-byte sectors. What a file claims to hold but never got is zeros, or bytes that were on that disk before.
+- Of a mapped file any page may have been written at any time since its last sync, whatever became of the others: it
+  holds a first part of what was stored to it, in order. (`Pages`; of persistent memory, any cache line.) A sync may be of
+  a range of bytes only.
 - A rename is atomic. A process that is killed loses nothing of what it had handed to the operating system.
 """
 
@@ -58,12 +61,24 @@ class File:
     pending: list[tuple[int, int, bytes | None]] = field(default_factory=list)
     """(event index, offset, bytes; None: truncate to offset)"""
 
-    def settle(self, before: int) -> None:
-        data = bytearray(self.stable)
-        for _, offset, content in (p for p in self.pending if p[0] < before):
-            _apply(data, offset, content)
-        self.stable = bytes(data)
-        self.pending = [p for p in self.pending if p[0] >= before]
+    def settle(self, before: int, first: int = 0, num_bytes: int = 0) -> None:
+        """All that was written before this event is stable; if num_bytes, only so many bytes from `first` on."""
+        data, left = bytearray(self.stable), []
+        for index, offset, content in self.pending:
+            if index >= before:
+                left.append((index, offset, content))
+            elif not num_bytes or content is None:
+                assert not num_bytes, "a mapped file keeps its size"
+                _apply(data, offset, content)
+            else:
+                low, high = max(offset, first), min(offset + len(content), first + num_bytes)
+                if low >= high:
+                    left.append((index, offset, content))
+                    continue
+                _apply(data, low, content[low - offset : high - offset])
+                rest = ((offset, content[: low - offset]), (high, content[high - offset :]))
+                left += [(index, at, part) for at, part in rest if part]
+        self.stable, self.pending = bytes(data), left
 
 
 @dataclass
@@ -165,7 +180,7 @@ class Disk:
             elif event.op == "truncate":
                 file.pending.append((index, event.offset, None))
             elif event.op == "sync":
-                file.settle(recorded.begun)
+                file.settle(recorded.begun, event.offset, event.num_bytes)
             else:
                 raise AssertionError(f"unknown operation {event.op}")
 
@@ -269,6 +284,45 @@ class Some(Crash):
             return bytes(num_bytes)
         begin = self._random.randrange((len(self._recycled) - num_bytes) // SECTOR + 1) * SECTOR
         return self._recycled[begin : begin + num_bytes]
+
+
+class Pages(Crash):
+    """Any page (or `unit` of other size) of a file may have been written at any time since it was synced, by itself."""
+
+    def __init__(self, seed: int, unit: int = 4096) -> None:
+        self.seed = seed
+        self._unit = unit
+        self._random = random.Random(seed)
+        self._eager = self._random.choice((0.05, 0.5, 0.5, 0.95))
+        """How much has left, on the whole: nearly nothing and nearly everything are cases of their own."""
+
+    def happened(self, index: int) -> bool:
+        return random.Random(self.seed * 1_000_003 + index).random() < 0.5
+
+    def content(self, file: File) -> bytes:
+        data = bytearray(file.stable)
+        stores: dict[int, list[tuple[int, bytes]]] = {}
+        for _, offset, content in file.pending:
+            assert content is not None
+            if offset + len(content) > len(data):
+                data.extend(bytes(offset + len(content) - len(data)))
+            for at in range(offset // self._unit * self._unit, offset + len(content), self._unit):
+                low, high = max(at, offset), min(at + self._unit, offset + len(content))
+                stores.setdefault(at, []).append((low, content[low - offset : high - offset]))
+        for at in sorted(stores):
+            num = self._how_many(len(stores[at]))
+            for low, part in stores[at][:num]:
+                data[low : low + len(part)] = part
+            if num < len(stores[at]) and self._random.random() < 0.3:  # it left while the next was being stored
+                low, part = stores[at][num]
+                for word in range(0, len(part), 8):
+                    if self._random.random() < 0.5:
+                        stored = part[word : word + 8]
+                        data[low + word : low + word + len(stored)] = stored
+        return bytes(data)
+
+    def _how_many(self, num: int) -> int:
+        return self._random.randint(0, num) if self._random.random() < 0.3 else num * (self._random.random() < self._eager)
 
 
 class Images:

@@ -27,7 +27,11 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 import everstep  # noqa: E402
+from everstep.atoms import Atom, Layout  # noqa: E402
 from everstep.format.documents import FORMAT_MAJOR  # noqa: E402
+from everstep.store.bases import Slot  # noqa: E402
+from everstep.store.medium import Mapped  # noqa: E402
+from everstep.store.pool import Pool  # noqa: E402
 from support import crash  # noqa: E402
 
 VERSION = HERE / f"v{FORMAT_MAJOR}"
@@ -179,6 +183,44 @@ def make_quantized(folder: Path) -> dict[str, Any]:
     return {"latest": 2, "steps": [0, 1, 2], "states": states}
 
 
+def make_pool(folder: Path) -> None:
+    """A pool of two slots that held steps 1 to 3, with step 4 being written when the process died: step 3 is there."""
+    w, half = torch.arange(700, dtype=torch.float32), torch.arange(12, dtype=torch.bfloat16).reshape(3, 4)
+    seen, empty = torch.tensor(5), torch.empty(0, 2)
+    tensors = {"model.w": w, "model.seen": seen, "optimizer.w.half": half, "optimizer.w.empty": empty}
+    slots = [
+        Slot(i + 1, "state" if name.startswith("optimizer") else "param", name, t.dtype, tuple(t.shape))
+        for i, (name, t) in enumerate(tensors.items())
+    ]
+    run = "0123456789abcdef" * 2
+    layout = Layout((Atom(1, "param", "model", "w", (700,), "float32"),), (), ("model",))
+    folder.mkdir()
+    pool = Pool.create(
+        str(folder), "golden", run=run, rank=0, layout=layout, slots=slots, num_slots=2, medium=Mapped, spare_bytes=1000
+    )
+    for step in (1, 2, 3, 4):
+        writer = pool.begin(step)
+        for index in writer.order:
+            writer.add(list(tensors.values())[index] * step)
+        if step < 4:
+            writer.finish(
+                run=run, timeline=1, generation=2, step=step, layout=layout, optimizers=(), cursor=b"cursor %d" % step,
+                carried=((1, -1),), audit="trainer", fingerprint={"torch": "golden"},
+            )  # fmt: skip
+    pool.close()
+    expected = {
+        "run": run, "step": 3, "timeline": 1, "generation": 2, "cursor": "cursor 3",
+        "tensors": {name: bits(t * 3) for name, t in tensors.items()},
+    }  # fmt: skip
+    (folder / "expected.json").write_text(json.dumps(expected, indent=1) + "\n")
+
+
+def bits(tensor: torch.Tensor) -> list[Any]:
+    """[dtype, shape, xxh3 of the bytes], of any dtype"""
+    raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+    return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), xxhash.xxh3_64_hexdigest(raw)]
+
+
 def frames_of(segment: Path) -> list[int]:
     """Offsets of the frames in a segment, by walking over the headers."""
     data = segment.read_bytes()
@@ -226,6 +268,7 @@ def main() -> None:
     makers = {"plain": make_plain, "forked": make_forked, "quantized": make_quantized}
     expected = {name: make(VERSION / name) for name, make in makers.items()}
     (VERSION / "expected.json").write_text(json.dumps(expected, indent=1) + "\n")
+    make_pool(VERSION / "pool")
     for lock in VERSION.glob("*/lock"):
         lock.unlink()
     dump = hexdump(VERSION / "plain/timelines/0001/log/rank-00000/g000001-000000000001.frames")

@@ -87,9 +87,8 @@ class Mapped(Medium):
 class Synced(Medium):
     """Memory for the slot that is being written, and for all that is not a slot; persist() writes it to the disk."""
 
-    is_durable = True
-
     def __init__(self, path: str, geometry: Geometry) -> None:
+        self.is_durable = not files.is_in_memory(os.path.dirname(path))
         self._geometry = geometry
         self._file = files.Preallocated(path, geometry.num_bytes, direct=files.supports_direct(os.path.dirname(path)))
         self._head: Bytes = new_pages(geometry.data_offset)

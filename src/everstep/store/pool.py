@@ -63,18 +63,21 @@ def _place(slots: Sequence[Slot]) -> tuple[tuple[StoredTensor, ...], int]:
     return tuple(placed), max(blocks(end), BLOCK)
 
 
-def _manifest(name: str, g: Geometry, slot: int, stored: Sequence[StoredTensor], layout: Layout, header: Header) -> Manifest:
-    """The base that a slot is."""
+def _with_sums(stored: Sequence[StoredTensor], slot_offset: int, header: Header) -> list[StoredTensor]:
+    """The tensors of a slot whose data begins there, with the sums that its header has."""
     sums = iter(header.sums)
-    tensors = []
-    for tensor in stored:
-        num_pieces = _num_pieces(tensor, dtype_named(tensor.dtype).itemsize)
-        tensors.append(
-            StoredTensor(
-                tensor.uid, tensor.role, tensor.key, tensor.dtype, tensor.shape, g.data_at(slot) + tensor.offset,
-                tensor.num_bytes, tuple(itertools.islice(sums, num_pieces)), tensor.strides,
-            )
-        )  # fmt: skip
+    return [
+        _at(tensor, slot_offset, tuple(itertools.islice(sums, _num_pieces(tensor, dtype_named(tensor.dtype).itemsize))))
+        for tensor in stored
+    ]
+
+
+def _at(t: StoredTensor, slot_offset: int, sums: tuple[int, ...]) -> StoredTensor:
+    return StoredTensor(t.uid, t.role, t.key, t.dtype, t.shape, slot_offset + t.offset, t.num_bytes, sums, t.strides)
+
+
+def _manifest(name: str, g: Geometry, layout: Layout, header: Header, tensors: Sequence[StoredTensor]) -> Manifest:
+    """The base that a slot is."""
     document = header.document
     return Manifest(
         run=g.run, timeline=header.timeline, generation=header.generation, step=header.step,
@@ -248,11 +251,8 @@ class SlotWriter:
 
     def stored(self) -> list[StoredTensor]:
         """What has been filled so far."""
-        return [
-            StoredTensor(t.uid, t.role, t.key, t.dtype, t.shape, self._at(i)[0], t.num_bytes, sums, t.strides)
-            for i, (t, sums) in enumerate(zip(self._pool._document.tensors, self._sums, strict=True))
-            if sums is not None
-        ]
+        tensors, slot_offset = self._pool._document.tensors, self._pool._geometry.data_at(self._slot)
+        return [_at(t, slot_offset, sums) for t, sums in zip(tensors, self._sums, strict=True) if sums is not None]
 
     def finish(self, **fields: Any) -> Manifest:
         """Everything durable, then the header: after this the slot is committed. Fields as those of BaseWriter.finish().
@@ -279,15 +279,15 @@ class SlotWriter:
                 f"step {self.step}: optimizers, cursor and checksums take {len(data)} bytes, and {pool.name} has room for "
                 f"{g.header_bytes} in each slot: a pool with more spare_bytes is needed"
             )
-        tensors = pool._document.tensors
-        if tensors:
-            self._medium.persist(g.data_at(self._slot), tensors[-1].offset + tensors[-1].num_bytes)
+        used_bytes = max((t.offset + t.num_bytes for t in pool._document.tensors), default=0)
+        if used_bytes:
+            self._medium.persist(g.data_at(self._slot), used_bytes)
         at = g.header_at(self._slot)
         np.copyto(self._medium.memory(at, len(data)), np.frombuffer(data, np.uint8))
         self._medium.wrote(at, len(data))
         self._medium.persist(at, len(data))
         self._close(self.step)
-        return _manifest(pool.name, g, self._slot, tensors, pool._document.layout, header)
+        return _manifest(pool.name, g, pool._document.layout, header, self.stored())
 
     def abandon(self) -> None:
         """Give up: the slot holds nothing, and is the next to be written."""
@@ -326,7 +326,10 @@ def read_pool(path: str, run: str) -> list[Manifest]:
         document = documents.decode(encoded, PoolDocument, f"the document of {path}")
         found = _committed(reader, g)
     found = sorted(found, key=lambda each: (each[1].generation, each[1].step), reverse=True)
-    return [_manifest(os.path.basename(path), g, slot, document.tensors, document.layout, header) for slot, header in found]
+    return [
+        _manifest(os.path.basename(path), g, document.layout, header, _with_sums(document.tensors, g.data_at(slot), header))
+        for slot, header in found
+    ]
 
 
 def _committed(reader: files.Reader, g: Geometry) -> list[tuple[int, Header]]:
