@@ -72,6 +72,9 @@ class Options:
     """mode="snapshot": steps from one stored state to the next; None: as small as costs little (1 with several ranks)."""
     max_bandwidth: float | None = None
     """mode="snapshot": bytes a second that may leave for the pool."""
+    layerwise: bool = False
+    """mode="snapshot": parameters are updated in backward, each when its gradient is final, and leave from then on. Refused
+    where gradients are changed between backward and step (clipping, scaling) or accumulated."""
     cursor: str = "keep"
     """`drop`: if the number of ranks has changed and the loader's position cannot be divided anew, begin its pass again."""
     rename: Rename = None
@@ -151,8 +154,8 @@ class Options:
     @property
     def of_snapshots(self) -> list[str]:
         """Which of the options that are for mode="snapshot" alone were given."""
-        names = ("pool", "pool_slots", "pool_mode", "pool_memory", "snapshot_interval", "max_bandwidth")
-        return [name for name in names if getattr(self, name) not in (None, "")]
+        names = ("pool", "pool_slots", "pool_mode", "pool_memory", "snapshot_interval", "max_bandwidth", "layerwise")
+        return [name for name in names if getattr(self, name) not in (None, "", False)]
 
     @property
     def ground(self) -> Ground:

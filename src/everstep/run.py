@@ -863,8 +863,9 @@ class Run:
             Settings(
                 interval=options.snapshot_interval or (None if ranks.size == 1 else 1), staged=options.pool_mode != "direct",
                 copy_first=options.pool_mode == "staged", memory_bytes=options.pool_memory,
-                max_bandwidth=options.max_bandwidth,
+                max_bandwidth=options.max_bandwidth, layerwise=options.layerwise,
             ),
+            self._models,
         )  # fmt: skip
         states.on_durable = self._on_durable
         states.may_finish_base = self._may_finish_base

@@ -15,13 +15,19 @@ from typing import Protocol
 
 import numpy as np
 
+from everstep.atoms import PIECE_ELEMENTS
 from everstep.capture.live import Described
 from everstep.format.documents import Manifest, StoredTensor
 from everstep.memory import Bytes, new_pages, plain, view_bytes
-from everstep.store.bases import piece_sums
+from everstep.store.bases import piece_sum
 
 SECOND_LOOK_BYTES = 16 << 20
-"""So much of what has left is hashed once more before the next update: an edit that no version counter shows is found."""
+LOOK_AT_PIECES = 8
+"""So much, and so many pieces further each time, is hashed once more before the next update: an edit that no version counter
+shows is found."""
+
+GIVE_WAY_S = 0.05
+"""At most, for each piece: a reduction that hangs must not keep states from leaving."""
 
 
 class Writer(Protocol):
@@ -93,11 +99,15 @@ class Leaving:
 
     def __init__(
         self, live: Described, room: Room, *, pace: Callable[[int], float] | None = None,
-        copy_at: Callable[[int], float] | None = None,
+        copy_at: Callable[[int], float] | None = None, give_way: Callable[[], bool] | None = None, is_ready: bool = True,
     ) -> None:  # fmt: skip
         """`pace`: so many bytes have been carried: how many seconds to wait. `copy_at`: when (monotonic) to begin to copy
-        the rest, of so many bytes, since the next update is near."""
+        the rest, of so many bytes, since the next update is near. `give_way`: whether somebody else needs the memory's
+        bandwidth more. Not `is_ready`: tensors are as they will be stored only when make_ready() or complete() says so."""
         self._live = live
+        self._is_ready = [is_ready] * len(live.tensors)
+        self._give_way = give_way
+        self._is_awaited = self._is_guarded = False
         self._settled = list(live.settled)
         self._versions = [t._version for t in live.tensors]
         self._bytes: list[Bytes | None] = [None] * len(live.tensors)
@@ -117,22 +127,67 @@ class Leaving:
 
     def guard(self, indices: Iterable[int] | None = None) -> None:
         """These tensors (all, if not told) are about to change: return when they may. Waits for no more than it must."""
+        if self._over:
+            return
+        with self._lock:
+            self._is_guarded = True
         if self.has_left:
             return
+        self._is_awaited = True
         for index in range(len(self._settled)) if indices is None else indices:
             with self._lock:
                 if not self._settled[index] and not self._copy(index):
                     self._moved.wait_for(lambda: self._settled[index] or self._over)  # noqa: B023  # called here only
+        self._is_awaited = False
         if indices is None:
             self.has_left = True
+
+    def is_ready(self, index: int) -> bool:
+        return self._is_ready[index]
+
+    def make_ready(self, indices: Iterable[int]) -> None:
+        """These tensors are as they will be stored, until guard() is called for them."""
+        with self._lock:
+            for index in indices:
+                self._is_ready[index] = True
+                self._versions[index] = self._live.tensors[index]._version
+            self._moved.notify_all()
+
+    def complete(self, live: Described) -> bool:
+        """The state is this: whether that is what has been made ready, so that the rest can follow."""
+        old = self._live
+        with self._lock:
+            if self._over or live.slots != old.slots:
+                return False
+            for index, tensor in enumerate(live.tensors):
+                known = old.tensors[index]
+                if self._is_ready[index]:
+                    if live.settled[index] or tensor is not known or tensor._version != self._versions[index]:
+                        return False
+                    continue
+                old.tensors[index], self._settled[index] = tensor, live.settled[index]
+                self._rest -= live.slots[index].num_bytes if live.settled[index] else 0
+                self._versions[index] = tensor._version
+            self._is_ready = [True] * len(live.tensors)
+            self._moved.notify_all()
+        return True
+
+    def cancel(self) -> None:
+        """It will not be a state of any step."""
+        self.torn = True
+        self.end()
 
     # -- the thread that carries --------------------------------------------------------------------------------------
 
     def carry(self, writer: Writer) -> None:
-        """All of it; writer.finish() is the caller's."""
+        """All of it; writer.finish(), and forget() whatever happens, are the caller's."""
         begun = time.perf_counter()
         try:
             for index in writer.order:
+                with self._lock:
+                    self._moved.wait_for(lambda: self._is_ready[index] or self._over)  # noqa: B023  # called here only
+                    if self._over:
+                        return
                 writer.add_pieces(partial(self._fill, index))
                 with self._lock:
                     if not self._settled[index]:
@@ -141,7 +196,6 @@ class Leaving:
             self.has_left = True
         finally:
             self.carry_s = time.perf_counter() - begun
-            self.end()
 
     def end(self) -> None:
         """Nobody is waited for any longer, whatever has happened."""
@@ -155,29 +209,36 @@ class Leaving:
         self._live, self._bytes = Described(), []
 
     def second_look(self, stored: Sequence[StoredTensor], turn: int) -> None:
-        """Whether some of what has left, other tensors at each turn, is what it was, unless it has been updated since."""
+        """Whether some of what has left, other pieces at each turn, is still what it was, as long as no update comes."""
+        pieces = [
+            (index, piece)
+            for index, tensor in enumerate(stored)
+            if not self._live.settled[index] and self._live.tensors[index].is_contiguous()
+            for piece in range(len(tensor.sums))
+        ]
         left = SECOND_LOOK_BYTES
-        for k in range(len(stored)):
-            index = (turn + k) % len(stored)
+        for k in range(len(pieces)):
+            index, piece = pieces[(turn * LOOK_AT_PIECES + k) % len(pieces)]
             slot, tensor = self._live.slots[index], self._live.tensors[index]
-            if self._live.settled[index]:
-                continue
-            left -= slot.num_bytes
-            if left < 0:
-                return
-            by_uid = stored[index]
-            now = piece_sums(view_bytes(plain(tensor)), slot.uid, slot.dtype.itemsize)
-            if tensor._version != self._versions[index]:
-                return  # the next update has come
-            if now != by_uid.sums:
-                self.torn = True
-                self.edited.append(slot.uid)
+            step = PIECE_ELEMENTS * slot.dtype.itemsize
+            with self._lock:
+                if self._is_guarded or left <= 0 or tensor.device.type != "cpu":
+                    return
+                data = view_bytes(tensor)[piece * step : (piece + 1) * step]
+                left -= len(data)
+                if piece_sum(data, slot.uid, piece * PIECE_ELEMENTS) != stored[index].sums[piece]:
+                    self.torn = True
+                    self.edited.append(slot.uid)
 
     def _fill(self, index: int, region: Bytes, start: int) -> None:
         with self._lock:  # guard() may put a copy in the tensor's place between two pieces
             np.copyto(region, self._source(index)[start : start + len(region)])
         if self._pace is not None or self._copy_at is not None:
             self._wait(len(region))
+        if self._give_way is not None:
+            until = time.monotonic() + GIVE_WAY_S
+            while self._give_way() and not self._is_awaited and time.monotonic() < until:
+                time.sleep(0.0005)
 
     def _wait(self, num_bytes: int) -> None:
         """Keep to the pace, and begin to copy in time."""

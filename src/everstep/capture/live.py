@@ -153,6 +153,24 @@ class Live:
         self._watched = [t for t, slot in zip(found.tensors, found.slots, strict=True) if slot.role != "buffer"]
         return found.copy(), self._stored
 
+    def known(self) -> Described | None:
+        """As it was described last, if it still consists of the same tensors; None: that must be found out."""
+        values = self._state_values()
+        if self._known is None or values is None or not _same(values, self._values):
+            return None
+        return self._known.copy()
+
+    def positions(self, live: Described) -> dict[int, list[int]]:
+        """By id of each parameter: where it and what its optimizer keeps of it are in a description."""
+        at = {slot.uid: i for i, slot in enumerate(live.slots) if slot.role != "grad"}
+        found: dict[int, list[int]] = {}
+        for name, optimizer in self._optimizers.items():
+            for uid, p in zip(self._uids[name], self._params[name], strict=True):
+                names = map(str, optimizer.state.get(p, {}))
+                uids = [uid, *(state_uid(name, uid, key) for key in names)]
+                found[id(p)] = [at[u] for u in uids if u in at]
+        return found
+
     def hyper(self) -> dict[str, list[dict[str, Any]]]:
         """A copy of every optimizer's hyperparameters by group."""
         return {

@@ -16,12 +16,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from everstep import background
 from everstep import cursor as cursors
 from everstep.atoms import Layout
 from everstep.capture.capture import Destination
+from everstep.capture.layerwise import Layerwise
 from everstep.capture.leaving import Leaving, NoRoom, Room, Staging, Writer
 from everstep.capture.live import Described, Live, pack_hyper
 from everstep.capture.snapshot import Snapshot
@@ -54,6 +56,8 @@ class Settings:
     """For copies; None: as much as the state takes."""
     max_bandwidth: float | None = None
     """Bytes a second that may leave."""
+    layerwise: bool = False
+    """Parameters are updated in backward, and leave from then on."""
 
 
 @dataclass
@@ -74,8 +78,9 @@ class _Job:
     """One state on its way to the pool."""
 
     def __init__(
-        self, step: int, layout: Layout, live: Described, leaving: Leaving, fields: Callable[[], dict[str, Any]]
+        self, step: int, layout: Layout, live: Described, leaving: Leaving, fields: Callable[[], dict[str, Any]] | None
     ) -> None:
+        """`fields`: None as long as it is not known what else a manifest of it says."""
         self.step = step
         self.layout = layout
         self.live = live
@@ -90,6 +95,7 @@ class States:
     def __init__(
         self, take: Callable[[], Inventory], optimizers: Mapping[str, Optimizer], step: int, pools: Pools,
         destination: Destination, write_layout: Callable[[Layout], None], settings: Settings,
+        models: Mapping[str, nn.Module],
     ) -> None:  # fmt: skip
         self.step = step
         self._optimizers = dict(optimizers)
@@ -108,6 +114,12 @@ class States:
         self._last_begun = step
         self.interval = settings.interval or 1
         self._job: _Job | None = None
+        self._next: _Job | None = None
+        """With layer-wise updates: the state that backward is making."""
+        self._positions: dict[int, list[int]] = {}
+        self._order: list[int] = []
+        self._order_of: Inventory | None = None
+        self.layers: list[Layerwise] = []
         self.snapshot: Snapshot | None = None
         self.may_finish_base: Callable[[int], bool] = lambda step: True
         self.on_durable: Callable[[int], None] = lambda step: None
@@ -135,6 +147,8 @@ class States:
         ]  # fmt: skip
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread = background.start(self._run, "everstep-offload")
+        if settings.layerwise:
+            self._watch_layers(models)
 
     @property
     def generation(self) -> int:
@@ -166,6 +180,73 @@ class States:
             snapshot.guard()
         self.stall_s += time.perf_counter() - begun
 
+    # -- layer-wise updates -------------------------------------------------------------------------------------------
+
+    def _watch_layers(self, models: Mapping[str, nn.Module]) -> None:
+        order = [p for model in models.values() for p in model.parameters()]
+        for optimizer in self._optimizers.values():
+            self.layers.append(
+                Layerwise(optimizer, order, before=self._before_layer, after=self._after_layer, model=list(models.values()))
+            )
+
+    def _before_layer(self, params: list[torch.Tensor]) -> None:
+        """These are about to be updated, in backward or by step()."""
+        begun = time.perf_counter()
+        job, following = self._job, self._next
+        if job is not None and not job.done.is_set():
+            known = len(job.live.slots) == len(self._order)
+            job.leaving.guard(self._positions_of(params) if known else None)
+        if self.snapshot is not None and not self.snapshot.done.is_set():
+            self.snapshot.guard()
+        if following is not None and any(following.leaving.is_ready(i) for i in self._positions_of(params)):
+            self._drop_next()  # another step, and none was committed between
+        self.stall_s += time.perf_counter() - begun
+
+    def _after_layer(self, params: list[torch.Tensor]) -> None:
+        """These are as they will be at the next commit, most likely."""
+        if self._next is None and self.step + 1 - self._last_begun >= self.interval:
+            self._open_next()
+        if self._next is not None:
+            self._next.leaving.make_ready(self._positions_of(params))
+
+    def _positions_of(self, params: list[torch.Tensor]) -> list[int]:
+        return [i for p in params for i in self._positions.get(id(p), ())]
+
+    def _open_next(self) -> None:
+        """The next state begins to leave before it is committed."""
+        known = self._live.known()
+        if known is None:
+            return
+        if self._order_of is not self._live.inventory or len(self._order) != len(known.slots):
+            self._positions = self._live.positions(known)
+            # Parameters of the last layers are updated first; what is not updated at all comes at the commit.
+            first = [i for p in reversed(self._positions.values()) for i in p]
+            self._order = [*first, *sorted(set(range(len(known.slots))) - set(first))]
+            self._order_of = self._live.inventory
+        self._next = _Job(self.step + 1, self.layout, known, self._leaving(known, is_ready=False), None)
+        self._jobs.put(self._next)
+
+    def _drop_next(self) -> None:
+        if self._next is not None:
+            self._next.leaving.cancel()
+        self._next = None
+
+    def _complete_next(self, cursor: dict[str, Any]) -> bool:
+        """Whether what has begun to leave is S(step)."""
+        job, self._next = self._next, None
+        if job is None:
+            return False
+        live, fields = self._state_now(cursor)
+        job.fields = fields
+        if job.step == self.step and not any(n.num_unfinished for n in self.layers) and job.leaving.complete(live):
+            self._begun(job)
+            return True
+        job.leaving.cancel()
+        return False
+
+    def _gives_way(self) -> bool:
+        return any(layer.reducing.is_set() for layer in self.layers)
+
     # -- the boundary -------------------------------------------------------------------------------------------------
 
     def commit(self, cursor: Callable[[], dict[str, Any]]) -> bool:
@@ -177,7 +258,10 @@ class States:
         self._updates = 0
         self._count_time()
         if self.step - self._last_begun >= self.interval and self._is_free():
-            self._begin(now)
+            if not self._complete_next(now):
+                self._begin(now)
+        else:
+            self._drop_next()
         self._mark = self._live.mark()
         self._warn_hidden()
         self._committed_at = time.perf_counter()
@@ -210,17 +294,25 @@ class States:
         live, fields = self._state_now(cursor)
         if self._settings.staged and self._memory_bytes(live) != self._room.limit:
             self._room = Staging(self._memory_bytes(live))
-        leaving = Leaving(
+        job = _Job(self.step, self.layout, live, self._leaving(live), fields)
+        self._jobs.put(job)
+        self._begun(job)
+        return job
+
+    def _leaving(self, live: Described, *, is_ready: bool = True) -> Leaving:
+        return Leaving(
             live, self._room, pace=self._pace if self._throttle is not None else None,
-            copy_at=self._copy_at if self._settings.staged else None,
+            copy_at=self._copy_at if self._settings.staged else None, is_ready=is_ready,
+            give_way=self._gives_way if self.layers else None,
         )  # fmt: skip
+
+    def _begun(self, job: _Job) -> None:
+        """This is the state on its way now."""
         if self.num_stored >= MEASURED_AFTER:
             self._means.add("snapshot_stall_s", self._stalled_s)  # since the last one
         self._stalled_s = 0.0
         self._last_begun = self.step
-        job = self._job = _Job(self.step, self.layout, live, leaving, fields)
-        self._jobs.put(job)
-        return job
+        self._job = job
 
     def _state_now(self, cursor: dict[str, Any], *, copy: bool = False) -> tuple[Described, Callable[[], dict[str, Any]]]:
         """The live state as S(step), and what a manifest of it says beside its tensors."""
@@ -287,13 +379,14 @@ class States:
 
     def _store(self, job: _Job, turn: int) -> None:
         begun = time.perf_counter()
-        writer: Writer = self._pools.begin(job.step, job.layout, job.live.slots)
+        writer: Writer = self._pools.begin(job.step, job.layout, job.live.slots, self._order)
         manifest: Manifest | None = None
         try:
             job.leaving.carry(writer)
             if not job.leaving.torn:
                 job.leaving.second_look(writer.stored(), turn)
             if not job.leaving.torn:
+                assert job.fields is not None
                 manifest = writer.finish(step=job.step, **job.fields())
         except PoolFullError:
             self._pools.make_larger()  # this state is not stored; the next one is, into another pool
@@ -379,6 +472,7 @@ class States:
                 job.done.wait()
             if self.synced_step >= self.step or self.error is not None or cursor is None or not self.is_as_committed():
                 return
+            self._drop_next()
             self._begin(cursor)
 
     def settle(self) -> None:
@@ -387,6 +481,9 @@ class States:
     def forget_changes(self) -> None:
         """The live objects were set to S(step) again: nothing has happened since."""
         self._live.refresh()
+        self._drop_next()
+        for layer in self.layers:
+            layer.reset()
         self._updates = 0
         self._mark = self._live.mark()
 
@@ -424,6 +521,9 @@ class States:
 
     def close(self, *, finish: bool) -> None:
         self.guard()
+        self._drop_next()
+        for layer in self.layers:
+            layer.detach()
         for handle in self._handles:
             handle.remove()
         self._live.close()

@@ -50,12 +50,15 @@ class Pools:
         """Whether what is committed survives the host."""
         return not files.is_in_memory(self.folder)
 
-    def begin(self, step: int, layout: Layout, slots: Sequence[Slot]) -> SlotWriter:
-        """A slot for this step, of a new pool if these are other tensors than before."""
+    def begin(self, step: int, layout: Layout, slots: Sequence[Slot], order: Sequence[int] = ()) -> SlotWriter:
+        """A slot for this step, of a new pool if these are other tensors than before. `order`: in which they will come."""
         if self._pool is None or not self._pool.fits(slots):
             self._make(layout, slots)
         assert self._pool is not None
-        return self._pool.begin(step)
+        writer = self._pool.begin(step)
+        if len(order) == len(slots):
+            writer.order[:] = order
+        return writer
 
     def _make(self, layout: Layout, slots: Sequence[Slot]) -> None:
         self.forget()
