@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import copy
+import json
+import os
 import pickle
-from collections.abc import Callable, Iterator
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import layerwise_training
 import pytest
 import torch
 from torch import nn
@@ -46,8 +52,9 @@ def mlp(dtype: torch.dtype = torch.float32) -> nn.Module:
 
 def cnn() -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 5)
-    )
+        nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 4, 3), nn.BatchNorm2d(4), nn.Flatten(),
+        nn.Linear(16, 5),
+    )  # fmt: skip
 
 
 class Trained:
@@ -102,8 +109,10 @@ def assert_same(a: Trained, b: Trained) -> None:
     assert [name for name in left if not same_bits(left[name], right[name])] == []
 
 
-def both(build: Callable[[], nn.Module], make: Make, change: Callable[[Trained, int], None] = lambda t, i: None, *, steps: int = 9,
-         batch_bytes: int = 1) -> Trained:  # fmt: skip
+def both(
+    build: Callable[[], nn.Module], make: Make, change: Callable[[Trained, int], None] = lambda t, i: None, *,
+    steps: int = 9, batch_bytes: int = 1,
+) -> Trained:  # fmt: skip
     """Trains without and with layerwise; `change` is called before each step. All must be the same."""
     plain = Trained(build, make, layerwise=False)
     layered = Trained(build, make, layerwise=True, batch_bytes=batch_bytes)
@@ -155,7 +164,9 @@ def test_updates_in_backward_give_the_bits_of_step(name: str) -> None:
 @pytest.mark.parametrize("name", ["SGD momentum", "AdamW foreach", "AdamW fused"])
 @pytest.mark.parametrize("build", [Tied, cnn])
 @pytest.mark.parametrize("batch_bytes", [1, 1000])
-def test_models_with_tied_weights_and_buffers_give_the_same_bits(build: Callable[[], nn.Module], name: str, batch_bytes: int) -> None:
+def test_models_with_tied_weights_and_buffers_give_the_same_bits(
+    build: Callable[[], nn.Module], name: str, batch_bytes: int
+) -> None:
     layered = both(build, OPTIMIZERS[name], batch_bytes=batch_bytes)
     in_backward, at_step = updated(layered)
     num = len(list(layered.model.parameters()))
@@ -453,9 +464,9 @@ def test_a_step_that_is_left_out_is_found_at_the_next_backward() -> None:
     other = trained.model(x).sum()
     graph.backward()
     trained.optimizer.zero_grad()
-    with pytest.raises((LayerwiseError, RuntimeError), match="step\\(\\) was left out|modified by an inplace operation"):
+    with pytest.raises((LayerwiseError, RuntimeError), match=r"step\(\) was left out|modified by an inplace operation"):
         other.backward()
-    with pytest.raises(LayerwiseError, match="replaced or dropped|left out"):
+    with pytest.raises(LayerwiseError, match=r"replaced or dropped|left out"):
         trained.optimizer.step()
 
 
@@ -465,7 +476,7 @@ def test_a_second_pass_through_a_retained_graph_never_goes_on(num_before: int) -
     loss = trained.loss()
     loss.backward(retain_graph=True)
     if num_before:
-        with pytest.raises((LayerwiseError, RuntimeError), match="several backward passes|modified by an inplace operation"):
+        with pytest.raises((LayerwiseError, RuntimeError), match=r"several backward passes|modified by an inplace operation"):
             loss.backward()
     else:
         loss.backward()
@@ -530,3 +541,40 @@ def test_what_the_guard_raises_reaches_backward_and_nothing_was_updated() -> Non
     with pytest.raises(OSError, match="full"):
         trained.step()
     assert all(same_bits(v, before[k]) for k, v in trained.everything().items())
+
+
+# -- several ranks ------------------------------------------------------------------------------------------------------
+
+
+def reports(folder: Path, *cases: str) -> dict[str, list[dict[str, Any]]]:
+    """Of two ranks, by case."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([p for p in sys.path if p])}
+    command = [sys.executable, layerwise_training.__file__, str(folder), "2", *cases]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return {case: json.loads((folder / f"{case}.json").read_text()) for case in cases}
+
+
+@pytest.mark.parametrize(
+    "cases", [["plain", "unused"], pytest.param(["views", "compressed", "static"], marks=pytest.mark.long)]
+)
+def test_reduced_buckets_are_updated_in_backward_with_the_same_bits(cases: list[str], tmp_path: Path) -> None:
+    for case, ranks in reports(tmp_path, *cases).items():
+        for report in ranks:
+            assert report["different"] == [] and report["raised"] == "", (case, report)
+            assert report["reducing"] == [True, False], (case, report)  # while a bucket is, and after the step
+            assert report["updated"][:WATCHED_STEPS] == [0] * WATCHED_STEPS, (case, report)
+            if case not in ("unused", "static"):
+                assert min(report["updated"][WATCHED_STEPS:]) > 0, (case, report)
+            assert sum(report["stats"]) == 80 or case == "unused", (case, report)
+
+
+def test_what_cannot_be_raises_on_every_rank(tmp_path: Path) -> None:
+    cases = {
+        "unhooked": (["UsageError at 0"], "everstep.early_hook"),
+        "clipped late": (["LayerwiseError at 6"], "was changed between backward() and step()"),
+        "accumulated late": (["UsageError at 6", "LayerwiseError at 6"], "several backward passes"),
+    }
+    for case, ranks in reports(tmp_path, *cases).items():
+        for report in ranks:
+            assert report["raised"].split(":")[0] in cases[case][0] and cases[case][1] in report["raised"], (case, report)

@@ -40,7 +40,8 @@ WATCHED_STEPS = 3
 BATCH_BYTES = 2 << 20
 """Parameters are updated so much at a time: a call takes some 100 µs whatever it updates."""
 SAMPLED = 8
-"""The first call is sampled and one of every so many, at each step others: what hides from version counters mostly does it everywhere."""
+"""The first call is sampled and one of every so many, at each step others: whoever hides from version counters mostly does
+so everywhere."""
 _on_accumulated: Callable[..., Any] = torch.Tensor.register_post_accumulate_grad_hook
 _queue_callback: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 _graph_task: Callable[[], int] = torch._C._current_graph_task_id
@@ -213,8 +214,11 @@ class Layerwise:
                     f"backward reached {leaf.name} again before step(): gradients are accumulated over several backward "
                     "passes, or step() was left out"
                 )
-            elif not leaf.by_bucket:
-                self._is_due(leaf, grad)
+            elif grad is not None:
+                # Also if it is left to step() then: whether that fails must not depend on what was fast enough.
+                leaf.take(grad, is_updated=False, grad_bits=None, sample=False)
+                if not leaf.by_bucket:
+                    self._is_due(leaf, grad)
             if self._reduced:
                 self._take_reduced()
             if self._round.due_bytes >= self._batch_bytes:
@@ -251,10 +255,10 @@ class Layerwise:
             return
         leaf.take(grad, is_updated=False, grad_bits=grad.detach().clone(), sample=True)
 
-    def _is_due(self, leaf: Leaf, grad: torch.Tensor | None) -> None:
+    def _is_due(self, leaf: Leaf, grad: torch.Tensor) -> None:
         """What is not as usual is left to step()."""
         p = leaf.param
-        if grad is not None and not grad.is_sparse and grad.dtype == p.dtype and grad.shape == p.shape:
+        if not grad.is_sparse and grad.dtype == p.dtype and grad.shape == p.shape:
             self._round.due.append((leaf, grad))
             self._round.due_bytes += leaf.num_bytes
 
@@ -442,8 +446,8 @@ class Layerwise:
         if self._round.num_updated:
             return LayerwiseError(
                 f"layerwise=True: {reason}. {self._round.num_updated} parameters had been updated in backward by then, so "
-                "that what is in memory is not what this loop means, and is not stored. resume() brings back the last committed "
-                "step; go on from there without layerwise=True, or without that"
+                "that what is in memory is not what this loop means, and is not stored. resume() brings back the last "
+                "committed step; go on from there without layerwise=True, or without that"
             )
         return UsageError(
             f"layerwise=True: {reason}. Nothing has been updated in backward since the last step(). Attach without "
