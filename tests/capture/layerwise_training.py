@@ -1,7 +1,7 @@
 """DDP on several ranks with updates in backward: python layerwise_training.py FOLDER RANKS CASE...
 
-FOLDER/CASE.json then holds a report of each rank: what differs from the same training without updates in backward and without
-a hook, how many parameters had been updated when backward came to the first layer, and what was raised.
+FOLDER/CASE.json then holds a report of each rank: what differs from the same training without updates in backward and
+without a hook, how many parameters had been updated when backward came to the first layer, and what was raised.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ A hook on every parameter is called when its gradient has been accumulated. Para
 has been reduced, which `early_hook` tells (early.py).
 
 An update that was made cannot be taken back. So this is not guessed but learned, for each parameter: in its first steps it
-is updated by step(), and its gradient must come through to that unchanged in every bit. What adds to gradients, clips or
+is updated by step(), its gradient must come through to that unchanged in every bit, and step() must do what would have been
+done in backward. What adds to gradients, clips or
 unscales them, or means something else by step(), is refused then, with nothing done. What comes later is found at the step
 at the latest (identities, version counters, hyperparameters, samples of bytes), and raises: what is in memory is then not
 what the user's loop means, and is never committed.
@@ -30,14 +31,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from everstep.capture import early
-from everstep.capture.leaf import Leaf, sample_of
-from everstep.capture.part import Due, Part, refusal
+from everstep.capture.leaf import Leaf
+from everstep.capture.part import Due, Outcome, Part, refusal
 from everstep.errors import EverstepError, LayerwiseError, UsageError
+from everstep.fold import class_name
 from everstep.memory import same_bits
 
 WATCHED_STEPS = 3
 """So many times a parameter is updated by step(), and its gradient is watched on its way there."""
-BATCH_BYTES = 2 << 20
+BATCH_BYTES = 4 << 20
 """Parameters are updated so much at a time: a call takes some 100 µs whatever it updates."""
 SAMPLED = 8
 """The first call is sampled and one of every so many, at each step others: whoever hides from version counters mostly does
@@ -111,6 +113,8 @@ class Layerwise:
         self._leaves: list[Leaf] = []
         self._reduced: deque[tuple[int, torch.Tensor]] = deque()
         """Of other threads: gradients whose bucket has been reduced."""
+        self._predicted: list[tuple[Leaf, Outcome]] = []
+        """For parameters that are watched for the last time: what an update in backward would give."""
         self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._failed: EverstepError | None = None
         self.stats = LayerwiseStats()
@@ -216,7 +220,7 @@ class Layerwise:
                 )
             elif grad is not None:
                 # Also if it is left to step() then: whether that fails must not depend on what was fast enough.
-                leaf.take(grad, is_updated=False, grad_bits=None, sample=False)
+                leaf.take(grad)
                 if not leaf.by_bucket:
                     self._is_due(leaf, grad)
             if self._reduced:
@@ -253,7 +257,7 @@ class Layerwise:
         if grad.is_sparse:
             self._round.reason = f"the gradient of {leaf.name} is sparse"
             return
-        leaf.take(grad, is_updated=False, grad_bits=grad.detach().clone(), sample=True)
+        leaf.take(grad, is_watched=True)
 
     def _is_due(self, leaf: Leaf, grad: torch.Tensor) -> None:
         """What is not as usual is left to step()."""
@@ -280,7 +284,6 @@ class Layerwise:
         self._round.due, self._round.due_bytes = [], 0
         params = [leaf.param for leaf, _ in due]
         self._before(params)
-        versions = [(p._version, grad._version) for p, (_, grad) in zip(params, due, strict=True)]
         self._round.num_updated += len(due)
         try:
             self._part.update([Due(leaf.param, leaf.group, grad) for leaf, grad in due])
@@ -288,16 +291,12 @@ class Layerwise:
             self._failed = self._error(f"updating {due[0][0].name} in backward failed ({type(e).__name__}: {e})")
             raise
         # Fused kernels do not move it, and autograd must find out if it needs the values that are gone.
-        _increment_version([p for p, (version, _) in zip(params, versions, strict=True) if p._version == version])
-        for (leaf, grad), (_, version) in zip(due, versions, strict=True):
-            if grad._version != version:
-                self._fail(f"the optimizer writes into its gradients (that of {leaf.name})")
+        _increment_version([leaf.param for leaf, _ in due if leaf.has_old_version()])
         is_sampled = self._round.num_calls == 0 or (self._round.num_calls + self.stats.num_steps) % SAMPLED == 0
         self._round.num_calls += 1
         largest = max(due, key=lambda d: d[0].num_bytes)[0] if is_sampled else None
         for leaf, grad in due:
-            sample = leaf is largest
-            leaf.take(grad, is_updated=True, grad_bits=sample_of(grad) if sample else None, sample=sample)
+            leaf.updated(grad if leaf is largest else None)
         self._after(params)
 
     # -- reductions (any thread) --------------------------------------------------------------------------------------
@@ -335,6 +334,11 @@ class Layerwise:
         ]
         if self._round.rest:
             self._before(self._round.rest)
+        self._predicted = [
+            (leaf, self._part.predict(Due(leaf.param, leaf.group, leaf.param.grad)))
+            for leaf in self._leaves
+            if leaf.num_watched == WATCHED_STEPS - 1 and leaf.taken is not None and leaf.param.grad is not None
+        ]
         for leaf in updated:
             assert leaf.param.grad is not None
             self._hidden.append((leaf.param, leaf.param.grad))
@@ -389,6 +393,12 @@ class Layerwise:
             self._hook_unfrozen()
         if rest:
             self._after(rest)
+        for leaf, predicted in self._predicted:
+            if self._part.outcome(leaf.param) != predicted:
+                self._fail(
+                    f"step() does something else to {leaf.name} than {class_name(type(optimizer))} by itself (is it "
+                    "compiled, or replaced?)"
+                )
 
     def _show(self) -> None:
         """Gradients of what backward has updated are on their parameters, but for the time of step()."""

@@ -12,19 +12,19 @@ from everstep.memory import same_bits
 SAMPLE_ELEMENTS = 64
 
 
-@dataclass
+@dataclass(slots=True)
 class Taken:
-    """A parameter and its gradient when that was final (if watched), or right after the update."""
+    """A parameter and its gradient, as they were when that was final; the parameter also as it was after its update."""
 
-    is_updated: bool
     grad: torch.Tensor | None
     """What must be on the parameter at step(); None: DDP puts it there when backward ends."""
     grad_version: int
     param_version: int
     address: int
-    grad_bits: torch.Tensor | None
+    is_updated: bool = False
+    grad_bits: torch.Tensor | None = None
     """All of a gradient that is watched, a sample of some others."""
-    param_bits: torch.Tensor | None
+    param_bits: torch.Tensor | None = None
 
 
 class Leaf:
@@ -43,11 +43,23 @@ class Leaf:
         """How often its gradient was accumulated since the last step."""
         self.taken: Taken | None = None
 
-    def take(self, grad: torch.Tensor, *, is_updated: bool, grad_bits: torch.Tensor | None, sample: bool) -> None:
+    def take(self, grad: torch.Tensor, *, is_watched: bool = False) -> None:
         p = self.param
-        on_param = None if self.by_bucket else grad
-        bits = sample_of(p) if sample else None
-        self.taken = Taken(is_updated, on_param, grad._version, p._version, p.data_ptr(), grad_bits, bits)
+        self.taken = Taken(None if self.by_bucket else grad, grad._version, p._version, p.data_ptr())
+        if is_watched:
+            self.taken.grad_bits, self.taken.param_bits = grad.detach().clone(), sample_of(p)
+
+    def has_old_version(self) -> bool:
+        """Whether an update has not moved the parameter's version counter."""
+        return self.taken is not None and self.param._version == self.taken.param_version
+
+    def updated(self, sampled: torch.Tensor | None) -> None:
+        """The parameter has been updated; `sampled` is the gradient of one of which a sample is kept."""
+        t = self.taken
+        assert t is not None
+        t.is_updated, t.param_version = True, self.param._version
+        if sampled is not None:
+            t.grad_bits, t.param_bits = sample_of(sampled), sample_of(self.param)
 
     def difference(self) -> str:
         """What happened to the gradient or the parameter since it was taken; empty: nothing."""

@@ -12,11 +12,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import xxhash
 from torch.optim import Optimizer
 
 from everstep.capture.tap import is_broken_in_torch
 from everstep.fold import class_name, unhooked_step
 from everstep.fold.cut import ELEMENTWISE
+from everstep.memory import plain, view_bytes
+
+Outcome = dict[str, Any]
+"""Hashes of a parameter and of its state."""
 
 
 class Due(NamedTuple):
@@ -42,25 +47,47 @@ class Part:
         Works on other tensors of the same memory: a gradient need not be on its parameter (DDP puts it there when backward
         ends).
         """
-        whole, part = self._whole, self._part
-        part.state = defaultdict(dict)
-        in_group: dict[int, list[torch.Tensor]] = {}
+        state = self._whole.state
         here = []
-        for param, group, grad in due:
+        for param, _, grad in due:
             q = param.detach()
             q.grad = grad
-            if param in whole.state:  # absent is not empty
-                part.state[q] = whole.state[param]
-            in_group.setdefault(group, []).append(q)
             here.append(q)
-        part.param_groups = [{**whole.param_groups[i], "params": params} for i, params in in_group.items()]
-        try:
-            unhooked_step(part)
-        finally:
-            for (param, _, _), q in zip(due, here, strict=True):
-                if q in part.state:
-                    whole.state[param] = part.state[q]
-            part.state, part.param_groups = defaultdict(dict), []
+        known = {q: state[d.param] for q, d in zip(here, due, strict=True) if d.param in state}  # absent is not empty
+        self._step(here, [d.group for d in due], known)
+        for q, d in zip(here, due, strict=True):
+            if q in self._part.state:
+                state[d.param] = self._part.state[q]
+
+    def predict(self, due: Due) -> Outcome:
+        """What update() would make of one of them, by itself; on copies."""
+        q = due.param.detach().clone()
+        q.grad = due.grad
+        state = self._whole.state.get(due.param)
+        copied = {} if state is None else {q: {k: v.clone() if _is_tensor(v) else v for k, v in state.items()}}
+        self._step([q], [due.group], copied)
+        return outcome(q, self._part.state.get(q))
+
+    def outcome(self, param: torch.Tensor) -> Outcome:
+        """What there is of it now."""
+        return outcome(param, self._whole.state.get(param))
+
+    def _step(self, params: list[torch.Tensor], groups: list[int], state: dict[torch.Tensor, Any]) -> None:
+        in_group: dict[int, list[torch.Tensor]] = {}
+        for p, group in zip(params, groups, strict=True):
+            in_group.setdefault(group, []).append(p)
+        self._part.param_groups = [{**self._whole.param_groups[i], "params": group} for i, group in in_group.items()]
+        self._part.state = defaultdict(dict, state)
+        unhooked_step(self._part)
+
+
+def outcome(param: torch.Tensor, state: Mapping[str, Any] | None) -> Outcome:
+    values = {"": param, **(state or {})}
+    return {k: xxhash.xxh3_64_intdigest(view_bytes(plain(v))) if _is_tensor(v) else v for k, v in values.items()}
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
 
 
 def refusal(optimizer: Optimizer) -> str:
