@@ -20,6 +20,7 @@
     │   ├── LinkClosed               the connection ended, timed out or was never made
     │   └── LinkRefused              the other end says no, and why
     ├── UnsupportedValueError        a value that cannot be stored without pickle
+    ├── LayerwiseError               parameters were updated in backward, and then training did something else
     └── UsageError                   a call at the wrong time or with wrong arguments
 
     EverstepWarning (UserWarning)
@@ -123,6 +124,10 @@ class LinkRefused(LinkError):  # noqa: N818
 
 class UnsupportedValueError(EverstepError):
     """A value that cannot be stored without pickle; names its path and type."""
+
+
+class LayerwiseError(EverstepError):
+    """Parameters were updated during backward, and what came before step() means another update than that."""
 
 
 class UsageError(EverstepError, ValueError):

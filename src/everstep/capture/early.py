@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -31,8 +31,18 @@ MIN_BYTES = PACK_BELOW_BYTES
 """Smaller gradients share a record, and leave at the step."""
 _on_accumulated: Callable[..., Any] = torch.Tensor.register_post_accumulate_grad_hook
 _queue_callback: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
-_by_parameter: dict[int, tuple[Early, int]] = {}
+_by_parameter: dict[int, tuple[Watcher, int]] = {}
 """By id: who watches a parameter, and under which number."""
+
+
+class Watcher(Protocol):
+    """Who wants to know when gradients have been reduced."""
+
+    def bucket_begins(self) -> None:
+        """A bucket with some of its parameters is about to be reduced. Training thread."""
+
+    def bucket_reduced(self, reduced: list[tuple[int, torch.Tensor]]) -> None:
+        """It has been, with these gradients (none, if that failed or cannot be told). Any thread; must not raise."""
 
 
 class Early:
@@ -66,15 +76,13 @@ class Early:
         self._is_called_back = False
         self._waits = _is_distributed()
         self._handles = [_on_accumulated(p, self._hook(i)) for i, p in enumerate(self._params)]
-        _by_parameter.update((id(p), (self, i)) for i, p in enumerate(self._params))
+        watch(self, self._params)
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        for p in self._params:
-            if _by_parameter.get(id(p), (None, 0))[0] is self:
-                del _by_parameter[id(p)]
+        unwatch(self, self._params)
 
     # -- during backward ----------------------------------------------------------------------------------------------
 
@@ -107,8 +115,13 @@ class Early:
         else:
             self._final.notes.clear()  # a forked child trains for itself
 
+    def bucket_begins(self) -> None:
+        """Nothing to do."""
+
     def bucket_reduced(self, reduced: list[tuple[int, torch.Tensor]]) -> None:
         """These are final, as far as the reduction is concerned. Called by the thread that has reduced them."""
+        if not reduced:
+            return
         self._reduced.update(i for i, _ in reduced)
         self._final.notes.extend(reduced)
         self._wake()
@@ -164,6 +177,22 @@ def _is_distributed() -> bool:
 # -- reduced gradients ------------------------------------------------------------------------------------------------
 
 
+def watch(watcher: Watcher, params: Sequence[torch.Tensor]) -> None:
+    """Tell `watcher` of buckets that hold these, by their place in `params`, if they are reduced by an early_hook."""
+    _by_parameter.update((id(p), (watcher, i)) for i, p in enumerate(params))
+
+
+def watcher_of(param: torch.Tensor) -> Watcher | None:
+    watched = _by_parameter.get(id(param))
+    return None if watched is None else watched[0]
+
+
+def unwatch(watcher: Watcher, params: Sequence[torch.Tensor]) -> None:
+    for p in params:
+        if _by_parameter.get(id(p), (None, 0))[0] is watcher:
+            del _by_parameter[id(p)]
+
+
 def early_hook(hook: Callable[[Any, Any], Any] | None = None) -> Callable[[Any, Any], Any]:
     """A communication hook for DistributedDataParallel that does what `hook` does, and hands each bucket over when it has
     been reduced, if attach(..., early=True) watches its parameters: `ddp.register_comm_hook(state, early_hook(hook))`.
@@ -185,11 +214,21 @@ class _EarlyHook:
             setattr(self, name, getattr(hook, name, type(hook).__name__))
 
     def __call__(self, state, bucket):  # type: ignore[no-untyped-def]  # torch reads annotations, and wants its own
+        places = [_by_parameter.get(id(p)) for p in bucket.parameters()]
+        watchers = {watched[0] for watched in places if watched is not None}
+
         def reduced(done: Any) -> Any:
-            value = done.value()
-            _hand_over(bucket, value[0] if isinstance(value, (list, tuple)) else value)
+            found: dict[Watcher, list[tuple[int, torch.Tensor]]] = {}
+            try:
+                value = done.value()
+                found = _find(bucket, places, value[0] if isinstance(value, (list, tuple)) else value)
+            finally:
+                for watcher in watchers:
+                    watcher.bucket_reduced(found.get(watcher, []))
             return value
 
+        for watcher in watchers:
+            watcher.bucket_begins()
         return self.hook(state, bucket).then(reduced)
 
 
@@ -208,18 +247,18 @@ def _first(done: Any) -> Any:
     return done.value()[0]
 
 
-def _hand_over(bucket: Any, result: torch.Tensor) -> None:
-    """The gradients in a bucket, as DDP will take them from the hook's result."""
+def _find(
+    bucket: Any, places: Sequence[tuple[Watcher, int] | None], result: torch.Tensor
+) -> dict[Watcher, list[tuple[int, torch.Tensor]]]:
+    """The gradients in a bucket, as DDP will take them from the hook's result, by who watches them."""
+    found: dict[Watcher, list[tuple[int, torch.Tensor]]] = {}
     buffer = bucket.buffer()
     if result.is_sparse or result.dtype != buffer.dtype or result.numel() != buffer.numel():
-        return
-    found: dict[Early, list[tuple[int, torch.Tensor]]] = {}
+        return found
     start = result.storage_offset() - buffer.storage_offset()
-    for p, view in zip(bucket.parameters(), bucket.gradients(), strict=True):
-        watched = _by_parameter.get(id(p))
+    for watched, view in zip(places, bucket.gradients(), strict=True):
         if watched is not None:
-            early, i = watched
+            watcher, i = watched
             at = start + view.storage_offset()
-            found.setdefault(early, []).append((i, result.as_strided(view.size(), view.stride(), at)))
-    for early, reduced in found.items():
-        early.bucket_reduced(reduced)
+            found.setdefault(watcher, []).append((i, result.as_strided(view.size(), view.stride(), at)))
+    return found

@@ -254,7 +254,7 @@ class Tap:
         self._is_sharded = any(map(sharding.is_sharded, self._all))
         self._grad_of: Callable[[Any], Any] = sharding.local_grad if self._is_sharded else _grad
         self.param_bytes = sum(p.numel() * p.element_size() for p in map(sharding.local, self.params))
-        self.overwrite = self.overwrite or _is_broken_in_torch(self.optimizer)
+        self.overwrite = self.overwrite or is_broken_in_torch(self.optimizer)
         self._hyper_bytes = self._encode_hyper()
         self._hyper_values: list[Any] = []
         self.recorded_hyper: list[dict[str, Any]] = tree.freeze(self.hyper(), path=self.name)
@@ -805,7 +805,7 @@ class Tap:
         return True
 
 
-def _is_broken_in_torch(optimizer: Optimizer) -> bool:
+def is_broken_in_torch(optimizer: Optimizer) -> bool:
     """Fused SGD on 16-bit CPU parameters is not even reproducible by itself (pytorch #191763)."""
     return class_name(type(optimizer)) == "torch.optim.SGD" and any(
         group.get("fused") and any(p.dtype in (torch.bfloat16, torch.float16) for p in group["params"])
