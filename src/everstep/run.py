@@ -845,6 +845,9 @@ class Run:
         place = self._options.pool
         return os.path.join(os.path.abspath(place), f"everstep-pool-{self._document.run}") if place else "pool"
 
+    def _num_slots(self) -> int:
+        return self._options.pool_slots or (3 if self._ranks.size == 1 else 4)
+
     def _start_states(self, destination: Destination, step: int) -> None:
         """Start watching in snapshot mode."""
         options, ranks = self._options, self._ranks
@@ -854,7 +857,7 @@ class Run:
             os.chmod(folder, 0o700)  # others use this place, too
         pools = Pools(
             folder, run=self._document.run, rank=ranks.rank, generation=destination.generation, world_size=ranks.size,
-            num_slots=options.pool_slots or (3 if ranks.size == 1 else 4),
+            num_slots=self._num_slots(),
             medium=lambda folder: medium_for(folder, options.pool_mode),
         )  # fmt: skip
         states = self._capture = States(
@@ -1159,6 +1162,13 @@ class Run:
             t.numel() * t.element_size() for t in inventory.params().values() if t.requires_grad
         )
         free = self._free_bytes()
+        if self._mode == "snapshot":
+            place = self._path.pool(self._pool_folder())
+            return (
+                f"everstep: {self.path} · mode snapshot · the last {self._num_slots()} states in {place} "
+                f"· {free / 1e9:.0f} GB free · a base every "
+                f"{self._options.base_interval} steps, keeps {self._options.retention}"
+            )
         return (
             f"everstep: {self.path} · mode {self._mode} · about {step_bytes / 1e6:.2f} MB a step · "
             f"{free / 1e9:.0f} GB free ({free // max(step_bytes, 1):,} steps without retention) · "

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -28,6 +28,17 @@ shows is found."""
 
 GIVE_WAY_S = 0.05
 """At most, for each piece: a reduction that hangs must not keep states from leaving."""
+
+
+class Event(NamedTuple):
+    """A part of a tensor was carried, from where it is or from a copy, or copied (times of perf_counter)."""
+
+    kind: str
+    """`in place`, `snapshot`, `copy`"""
+    tensor: int
+    num_bytes: int
+    begun_s: float
+    ended_s: float
 
 
 class Writer(Protocol):
@@ -50,7 +61,6 @@ class Room:
     """Memory for what must be copied before it has left. This one has as much as is asked for."""
 
     limit = 0
-    peak_bytes = 0
 
     def take(self, num_bytes: int) -> Bytes | None:
         """Memory, or None if there is none left."""
@@ -82,7 +92,6 @@ class Staging(Room):
         if not len(self._memory):
             self._memory = new_pages(self.limit)  # takes no memory before it is used
         self._used = first + num_bytes
-        self.peak_bytes = max(self.peak_bytes, self._used)
         return self._memory[first : first + num_bytes]
 
     def give_back(self) -> None:
@@ -122,6 +131,8 @@ class Leaving:
         """uids of what was changed too early."""
         self.carry_s = self.copy_s = 0.0
         self.copied_bytes = 0
+        self.trace: list[Event] = []
+        """What happened, in the order in which it ended."""
 
     # -- the training thread ------------------------------------------------------------------------------------------
 
@@ -231,10 +242,17 @@ class Leaving:
                     self.edited.append(slot.uid)
 
     def _fill(self, index: int, region: Bytes, start: int) -> None:
+        begun = time.perf_counter()
         with self._lock:  # guard() may put a copy in the tensor's place between two pieces
             np.copyto(region, self._source(index)[start : start + len(region)])
+            kind = "snapshot" if self._settled[index] else "in place"
+        self._carry_on(len(region))
+        self.trace.append(Event(kind, index, len(region), begun, time.perf_counter()))
+
+    def _carry_on(self, num_bytes: int) -> None:
+        """So much has left: keep to the pace, and out of the way of others."""
         if self._pace is not None or self._copy_at is not None:
-            self._wait(len(region))
+            self._wait(num_bytes)
         if self._give_way is not None:
             until = time.monotonic() + GIVE_WAY_S
             while self._give_way() and not self._is_awaited and time.monotonic() < until:
@@ -285,8 +303,10 @@ class Leaving:
         np.copyto(memory, source)
         self._bytes[index] = memory
         self._settle(index)
+        ended = time.perf_counter()
         self.copied_bytes += len(source)
-        self.copy_s += time.perf_counter() - begun
+        self.copy_s += ended - begun
+        self.trace.append(Event("copy", index, len(source), begun, ended))
         return True
 
     def _settle(self, index: int) -> None:

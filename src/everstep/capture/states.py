@@ -24,7 +24,7 @@ from everstep import cursor as cursors
 from everstep.atoms import Layout
 from everstep.capture.capture import Destination
 from everstep.capture.layerwise import Layerwise
-from everstep.capture.leaving import Leaving, NoRoom, Room, Staging, Writer
+from everstep.capture.leaving import Event, Leaving, NoRoom, Room, Staging, Writer
 from everstep.capture.live import Described, Live, pack_hyper
 from everstep.capture.snapshot import Snapshot
 from everstep.errors import HiddenEditWarning, PoolFullError, StorageError
@@ -86,6 +86,7 @@ class _Job:
         self.live = live
         self.leaving = leaving
         self.fields = fields
+        self.committed_at = time.perf_counter()
         self.done = threading.Event()
 
 
@@ -135,6 +136,9 @@ class States:
         self._means = _Averages()
         self._schedule: Schedule | None = None
         self._ground: Ground | None = None
+        self._copied_bytes = 0
+        self.last_trace: tuple[float, list[Event]] = (0.0, [])
+        """Of the last state that was stored: when it was committed, and how it left."""
         self.num_stored = self.num_skipped = self.num_torn = 0
         self.stored_bytes = 0
         self.busy_s = self._hook_s = 0.0
@@ -440,6 +444,8 @@ class States:
         """By the thread, after a state was stored: what it cost, and how often that can be afforded."""
         leaving, size = job.leaving, max(job.live.num_bytes, 1)
         self._means.add("store_s", took_s)
+        self._copied_bytes = leaving.copied_bytes
+        self.last_trace = (job.committed_at, leaving.trace)
         carried = size - leaving.copied_bytes
         if self._settings.max_bandwidth is None and carried and leaving.carry_s:
             self._means.add("bandwidth", size / leaving.carry_s)
@@ -562,7 +568,7 @@ class States:
             "schedule": None if schedule is None else {
                 "interval": schedule.interval, "regime": schedule.regime, "stall_s": schedule.stall_s,
                 "peak_bytes": schedule.peak_bytes, "says": explain(schedule),
-                "measured_stall_s": self._means.get("snapshot_stall_s"), "measured_peak_bytes": self._room.peak_bytes,
+                "measured_stall_s": self._means.get("snapshot_stall_s"), "measured_peak_bytes": self._copied_bytes,
                 "bandwidth": schedule.ground.bandwidth, "copy_bandwidth": schedule.ground.copy_bandwidth,
             },
         }  # fmt: skip
