@@ -470,6 +470,16 @@ def test_a_step_that_is_left_out_is_found_at_the_next_backward() -> None:
         trained.optimizer.step()
 
 
+def test_a_commit_before_the_step_is_refused() -> None:
+    trained = Trained(mlp, OPTIMIZERS["SGD"], layerwise=True).train(5)
+    assert trained.layerwise is not None
+    trained.layerwise.check_finished()
+    trained.loss().backward()
+    for _ in range(2):
+        with pytest.raises(LayerwiseError, match="commit"):
+            trained.layerwise.check_finished()
+
+
 @pytest.mark.parametrize("num_before", [0, 5])
 def test_a_second_pass_through_a_retained_graph_never_goes_on(num_before: int) -> None:
     trained = Trained(mlp, OPTIMIZERS["AdamW fused"], layerwise=True).train(num_before)

@@ -126,7 +126,7 @@ class Layerwise:
         self._forward_handles = [root.register_forward_pre_hook(_Notice(self._on_forward)) for root in self._models]
 
     def detach(self) -> None:
-        """Take all hooks away. If `num_unfinished` is not 0, the state in memory is not what the user's loop means."""
+        """Take all hooks away. If `num_unfinished` is not 0, what is in memory is not what the user's loop means."""
         for handle in (self._pre_handle, self._post_handle, *self._forward_handles):
             handle.remove()
         for leaf in self._leaves:
@@ -139,6 +139,13 @@ class Layerwise:
     def num_unfinished(self) -> int:
         """Parameters that backward has updated and that no step() has come for yet."""
         return self._round.num_updated
+
+    def check_finished(self) -> None:
+        """Before the state in memory is committed: raises if backward has updated parameters and step() has not come."""
+        if self._round.num_updated and self._failed is not None:
+            self._fail_again()
+        if self._round.num_updated:
+            self._fail("a commit came after backward() and before step(), or step() was left out")
 
     def reset(self) -> None:
         """Another state has been loaded: forget what happened since the last step, and errors too."""
