@@ -144,8 +144,8 @@ def test_only_memory_is_not_durable(tmp_path: Path) -> None:
         (str(tmp_path), Mapped, True), (str(tmp_path), Synced, True),
     ):  # fmt: skip
         made = make(f"{folder}/everstep-durable-{os.getpid()}", GEOMETRY)  # type: ignore[operator]
-        assert made.is_durable is is_durable
         made.close()
+        assert made.is_durable is is_durable
 
 
 def test_memory_is_mapped_and_a_disk_is_written_unless_told_otherwise(

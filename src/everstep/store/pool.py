@@ -265,12 +265,12 @@ class SlotWriter:
             raise AssertionError("a slot is missing tensors, or was finished or abandoned before")
         if (fields["run"], fields["step"]) != (g.run, self.step):
             raise AssertionError("a slot was begun for another step, or the pool made for another run")
-        layout = None if fields["layout"] == pool._document.layout else fields["layout"]
+        layout, usual = fields["layout"], pool._document.layout
         header = Header(
             self.step, fields["timeline"], fields["generation"], tuple(itertools.chain.from_iterable(sums)),
             SlotDocument(
                 tuple(fields["optimizers"]), base64.b64encode(fields["cursor"]).decode(), tuple(fields["carried"]),
-                fields["audit"], fields["fingerprint"], layout,
+                fields["audit"], fields["fingerprint"], None if layout is usual or layout == usual else layout,
             ),
         )  # fmt: skip
         data = pack_header(g, self._slot, header)
@@ -287,7 +287,7 @@ class SlotWriter:
         self._medium.wrote(at, len(data))
         self._medium.persist(at, len(data))
         self._close(self.step)
-        return _manifest(pool.name, g, pool._document.layout, header, self.stored())
+        return _manifest(pool.name, g, usual, header, self.stored())
 
     def abandon(self) -> None:
         """Give up: the slot holds nothing, and is the next to be written."""
