@@ -78,9 +78,9 @@ def commit(pool: Pool, step: int, slots: Sequence[Slot] = SMALL, **others: Any) 
         raise
 
 
-def read_back(folder: str, manifest: Manifest) -> list[Bytes]:
+def read_back(folder: str, manifest: Manifest, *, shared: bool = False) -> list[Bytes]:
     """The bytes of every tensor of a slot, each piece verified."""
-    reader = BaseReader(folder, manifest)
+    reader = BaseReader(folder, manifest, shared=shared)
     try:
         reader.check()
         loading = reader.load()
@@ -90,9 +90,9 @@ def read_back(folder: str, manifest: Manifest) -> list[Bytes]:
         reader.close()
 
 
-def is_of_its_step(folder: str, manifest: Manifest, slots: Sequence[Slot] = SMALL) -> bool:
+def is_of_its_step(folder: str, manifest: Manifest, slots: Sequence[Slot] = SMALL, *, shared: bool = False) -> bool:
     """Whether every tensor of a slot is what was written at its step."""
-    found = read_back(folder, manifest)
+    found = read_back(folder, manifest, shared=shared)
     return all(raw.tobytes() == bytes_of_step(slot, manifest.step) for raw, slot in zip(found, slots, strict=True))
 
 

@@ -7,6 +7,8 @@ import functools
 import gc
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +21,7 @@ from everstep.format.pool import BLOCK, Geometry
 from everstep.store import files, medium
 from everstep.store.files import Event
 from everstep.store.medium import MakeMedium, Mapped, Medium, Pmem, Synced, is_pmem, medium_for
+from everstep.store.pool import read_pool
 from pools import RUN, FakePmem
 
 GEOMETRY = Geometry(RUN, RUN, 0, 3, document_bytes=100, header_bytes=BLOCK, slot_bytes=5 * BLOCK)
@@ -144,8 +147,8 @@ def test_only_memory_is_not_durable(tmp_path: Path) -> None:
         (str(tmp_path), Mapped, True), (str(tmp_path), Synced, True),
     ):  # fmt: skip
         made = make(f"{folder}/everstep-durable-{os.getpid()}", GEOMETRY)  # type: ignore[operator]
-        assert made.is_durable is is_durable
         made.close()
+        assert made.is_durable is is_durable
 
 
 def test_memory_is_mapped_and_a_disk_is_written_unless_told_otherwise(
@@ -192,3 +195,17 @@ def test_a_library_that_cannot_map_is_told(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="map "):
         Pmem(str(tmp_path / "pool"), GEOMETRY, library=library)
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.skipif(medium.load_pmem() is None, reason="this system has no libpmem")
+def test_libpmem_itself_maps_and_flushes_a_pool_where_it_is_told_to_take_files_for_persistent_memory(tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); from pools import *; from everstep.store.medium import *;"
+        "pool = create(sys.argv[2], medium=medium_for(sys.argv[2], 'direct')); assert isinstance(pool._medium, Pmem);"
+        "manifests = [commit(pool, step) for step in range(5)];"
+        "assert is_of_its_step(sys.argv[2], manifests[-1]); pool.close()"
+    )
+    tests = str(Path(__file__).resolve().parent.parent)
+    environment = {**os.environ, "PMEM_IS_PMEM_FORCE": "1"}  # libpmem's own, for tests
+    subprocess.run([sys.executable, "-c", code, tests, str(tmp_path)], env=environment, timeout=100, check=True)
+    assert [manifest.step for manifest in read_pool(str(tmp_path / "pool"), RUN)] == [4, 3, 2]

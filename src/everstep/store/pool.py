@@ -89,8 +89,8 @@ def _manifest(name: str, g: Geometry, layout: Layout, header: Header, tensors: S
 class Pool:
     """A pool that this process has made and writes. One slot at a time is being written; any thread may hold and release."""
 
-    def __init__(self, name: str, geometry: Geometry, document: PoolDocument, slots: Sequence[Slot], medium: Medium) -> None:
-        self.name = name
+    def __init__(self, path: str, geometry: Geometry, document: PoolDocument, slots: Sequence[Slot], medium: Medium) -> None:
+        self.path = path
         self._geometry = geometry
         self._document = document
         self._slots = tuple(slots)
@@ -131,7 +131,7 @@ class Pool:
         except BaseException:
             made.close()
             raise
-        return cls(name, geometry, document, slots, made)
+        return cls(path, geometry, document, slots, made)
 
     @property
     def is_durable(self) -> bool:
@@ -157,10 +157,10 @@ class Pool:
         """The oldest slot that is neither the newest committed nor held, to hold this step. It is invalid from now on."""
         with self._lock:
             if self._writing is not None:
-                raise UsageError(f"a slot of {self.name} is being written already: finish or abandon it first")
+                raise UsageError(f"a slot of {self.path} is being written already: finish or abandon it first")
             free = [i for i in range(len(self._steps)) if i != self._newest and not self._held[i]]
             if not free:
-                raise UsageError(f"every slot of {self.name} is held: release one first, or make a pool with more slots")
+                raise UsageError(f"every slot of {self.path} is held: release one first, or make a pool with more slots")
             slot = min(free, key=lambda i: -1 if (held := self._steps[i]) is None else held)
             self._steps[slot] = None
             self._writing = slot
@@ -183,7 +183,7 @@ class Pool:
         with self._lock:
             slot = self._slot_of(step)
             if not self._held[slot]:
-                raise UsageError(f"step {step} is not held in {self.name}")
+                raise UsageError(f"step {step} is not held in {self.path}")
             self._held[slot] -= 1
 
     def close(self) -> None:
@@ -194,7 +194,7 @@ class Pool:
         if self._newest is not None and self._steps[self._newest] == step:
             return self._newest
         if step not in self._steps:
-            raise UsageError(f"step {step} is not in {self.name}")
+            raise UsageError(f"step {step} is not in {self.path}")
         return self._steps.index(step)
 
     def _done(self, step: int | None) -> None:
@@ -265,18 +265,18 @@ class SlotWriter:
             raise AssertionError("a slot is missing tensors, or was finished or abandoned before")
         if (fields["run"], fields["step"]) != (g.run, self.step):
             raise AssertionError("a slot was begun for another step, or the pool made for another run")
-        layout = None if fields["layout"] == pool._document.layout else fields["layout"]
+        layout, usual = fields["layout"], pool._document.layout
         header = Header(
             self.step, fields["timeline"], fields["generation"], tuple(itertools.chain.from_iterable(sums)),
             SlotDocument(
                 tuple(fields["optimizers"]), base64.b64encode(fields["cursor"]).decode(), tuple(fields["carried"]),
-                fields["audit"], fields["fingerprint"], layout,
+                fields["audit"], fields["fingerprint"], None if layout is usual or layout == usual else layout,
             ),
         )  # fmt: skip
         data = pack_header(g, self._slot, header)
         if len(data) > g.header_bytes:
             raise PoolFullError(
-                f"step {self.step}: optimizers, cursor and checksums take {len(data)} bytes, and {pool.name} has room for "
+                f"step {self.step}: optimizers, cursor and checksums take {len(data)} bytes, and {pool.path} has room for "
                 f"{g.header_bytes} in each slot: a pool with more spare_bytes is needed"
             )
         used_bytes = max((t.offset + t.num_bytes for t in pool._document.tensors), default=0)
@@ -287,7 +287,7 @@ class SlotWriter:
         self._medium.wrote(at, len(data))
         self._medium.persist(at, len(data))
         self._close(self.step)
-        return _manifest(pool.name, g, pool._document.layout, header, self.stored())
+        return _manifest(os.path.basename(pool.path), g, usual, header, self.stored())
 
     def abandon(self) -> None:
         """Give up: the slot holds nothing, and is the next to be written."""
