@@ -31,7 +31,7 @@ def drawn(random: np.random.Generator, *, num_pieces: int = 12, step_s: float = 
 
 
 class Engine:
-    """Carries a schedule out by the rules of its module's docstring, from an empty start, and measures what happens."""
+    """Carries a schedule out by the rules of its module's docstring, and measures what happens."""
 
     def __init__(self, schedule: Schedule, cycles: int) -> None:
         self.s, self.ground = schedule, schedule.ground
@@ -46,6 +46,9 @@ class Engine:
         )  # fmt: skip
         self.copies = [(n, i) for _, n, i in copies]
         self.link_free_s = self.copy_free_s = 0.0
+        carrying_s = sum(p.num_bytes for p in schedule.pieces) / self.ground.bandwidth
+        if carrying_s > period_s:  # it falls behind with every cycle until guards wait: as after many of them
+            self.link_free_s = carrying_s + max(p.deadline_s for p in schedule.pieces)
         self.begins: list[float] = []
         self.ready: dict[tuple[int, int], float] = {}
         self.gone: dict[tuple[int, int], float] = {}
@@ -109,9 +112,9 @@ class Engine:
         slack_s = 1e-9 * self.ground.step_s
         while True:
             held = [each for each in self.copied if self.offloaded.get(each, (0.0, np.inf))[1] > at_s + slack_s]
-            if sum(self.s.actions[i].num_bytes for _, i in held) + num_bytes <= self.ground.memory_bytes:
+            if sum(self.s.actions[i].num_bytes for _, i in held) + num_bytes <= self.s.peak_bytes:
                 return at_s
-            at_s = min(self.offload(*each) for each in held)
+            at_s = max(at_s, min(self.offload(*each) for each in held))
 
     def finish(self) -> None:
         while self.link:

@@ -196,8 +196,10 @@ class Outcome:
 
     begin_s: float
     jobs: list[Job]
-    stalls: list[Span]
-    waited: bool
+    stalls: list[Span] = field(default_factory=list)
+    """From its begin to that of the next."""
+    waited: bool = False
+    """Training waited for the link, not only for copies."""
 
     @property
     def stall_s(self) -> float:
@@ -205,13 +207,17 @@ class Outcome:
 
 
 def simulate(groups: list[Group], ground: Ground, interval: int, budget: float) -> Outcome:
-    """The first cycle that begins as the one before it did, and therefore as all others after it."""
+    """The first cycle that begins as the one before it did, and therefore as all others after it.
+
+    If the link cannot carry as much as comes, it starts with so much to do that training has to wait at once: from an empty start
+    it would take many cycles until it is as far behind as guards let it be.
+    """
     period_s, scale = interval * ground.step_s, 1e10 / ground.step_s
     link, shift_s, before = Link(ground, budget), 0.0, None
     events: dict[tuple[int, int], list[Job]] = {}  # at each time what is due goes before what becomes ready
     cycles: list[list[Job]] = []
     waiting: list[tuple[int, int]] = []
-    steady: tuple[float, list[Job]] | None = None
+    steady: Outcome | None = None
 
     def add_cycle() -> None:
         """Cycles are added while others run."""
@@ -225,13 +231,19 @@ def simulate(groups: list[Group], ground: Ground, interval: int, budget: float) 
         waiting[:] = sorted(events)
 
     add_cycle()
-    cycle = 0
-    while not (steady and all(job.due and not job.rest for job in steady[1])):
+    cycle = steady_cycle = 0
+    carrying_s = sum(group.upto[-1] for group in groups) / ground.bandwidth
+    if carrying_s > period_s * (1 + CLOSE):
+        link.free_s = carrying_s + max(group.deadline_s for group in groups)
+    while not (steady and cycle > steady_cycle + 1 and all(job.due and not job.rest for job in steady.jobs)):
         at = waiting.pop(0)
         tick, order = at
         jobs, now = events.pop(at), tick / scale + shift_s
         if order == 0:
-            shift_s += link.guard(jobs, now) - now
+            until = link.guard(jobs, now)
+            shift_s += until - now
+            if steady and cycle == steady_cycle + 1 and until > now:
+                steady.stalls.append((now, until))
         elif order == 2:
             for job in jobs:
                 link.arrive(job, now)
@@ -239,7 +251,7 @@ def simulate(groups: list[Group], ground: Ground, interval: int, budget: float) 
             add_cycle()
             state = link.state(now, cycle * period_s)
             if steady is None and (state == before or cycle == MAX_WARMUP):
-                steady = now, cycles[cycle]
+                steady, steady_cycle = Outcome(now, cycles[cycle]), cycle
             before, cycle = state, cycle + 1
-    stalls = sorted({job.guard_s for job in steady[1] if job.guard_s[1] > job.guard_s[0]})
-    return Outcome(*steady, stalls, link.waited)
+    steady.waited = link.waited
+    return steady

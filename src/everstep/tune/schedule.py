@@ -207,45 +207,68 @@ class _Trial:
     schedule: Schedule
     excess_bytes: float
 
-    def order(self, least_s: float, tolerance_s: float) -> tuple[float, int]:
-        """Less is better. A cycle that waits less than it must is not yet as all after it."""
-        stall_s = self.schedule.stall_s
-        return (math.inf if stall_s < least_s - tolerance_s else max(least_s + tolerance_s, stall_s)), self.schedule.peak_bytes
-
 
 def _best(pieces: Sequence[Piece], ground: Ground, groups: list[Group], interval: int, *, wanted: int) -> Schedule:
-    """At this interval: the least stall, and with it the least memory.
-
-    Both follow from how much is snapshotted at most. More of it usually means waiting less, but copies must be in time, and what
-    they take while older snapshots are still there must fit, too. And if the link is never idle, as when training waits for it in every
-    cycle, waiting does not become less by more memory than keeps the link busy.
-    """
-    total = sum(group.upto[-1] for group in groups)
-    least_s = max(0.0, total / ground.bandwidth - interval * ground.step_s)
-    tolerance_s = 1e-3 * least_s + CLOSE * interval * ground.step_s
-    trials: list[_Trial] = []
+    """At this interval: the least stall, and with it the least memory."""
 
     def at(budget: float) -> _Trial:
-        trials.append(_trial(pieces, ground, interval, wanted, simulate(groups, ground, interval, budget)))
-        return trials[-1]
+        return _trial(pieces, ground, interval, wanted, simulate(groups, ground, interval, budget))
 
-    low, high = 0.0, float(min(ground.memory_bytes, total))
-    found = at(high)
-    while 0 < found.excess_bytes < high and len(trials) < 4:
-        high -= found.excess_bytes
-        found = at(high)
-    if least_s or found.excess_bytes > 0:
-        found = at(low)
-        for _ in range(_SEARCH):
-            if found.schedule.stall_s <= least_s + tolerance_s:
-                break
-            middle = (low + high) / 2
-            trial = at(middle)
-            if trial.excess_bytes <= 0 and trial.schedule.stall_s >= least_s - CLOSE * ground.step_s:
-                low, found = middle, trial
-            else:
-                high = middle
-    return min((t for t in trials if t.excess_bytes <= 0), key=lambda t: t.order(least_s, tolerance_s)).schedule
+    budget = float(min(ground.memory_bytes, sum(group.upto[-1] for group in groups)))
+    budget = _enough(groups, ground, interval, budget)
+    found = at(budget)
+    for _ in range(3):  # what copies take while older snapshots are still there must fit, too
+        if found.excess_bytes <= 0:
+            return found.schedule
+        budget = max(0.0, budget - min(found.excess_bytes, budget / 2))
+        found = at(budget)
+    low, high, best = 0.0, budget, at(0.0)
+    for _ in range(_SEARCH):  # the more is snapshotted, the less is waited for, if copies are in time
+        middle = (low + high) / 2
+        found = at(middle)
+        if found.excess_bytes <= 0:
+            low, best = middle, found
+        else:
+            high = middle
+    return best.schedule
+
+
+def _enough(groups: list[Group], ground: Ground, interval: int, budget: float) -> float:
+    """Of the memory budget, what makes a difference.
+
+    If the link cannot carry a state in a cycle, then with some memory it is never idle, and with more training would not wait less.
+    """
+    least_s = sum(group.upto[-1] for group in groups) / ground.bandwidth - interval * ground.step_s
+    if least_s <= CLOSE * ground.step_s:
+        return budget
+    most_s = least_s * 1.001 + 1e-4 * ground.step_s
+
+    def stall_s(each: float) -> float:
+        return simulate(groups, ground, interval, each).stall_s
+
+    low, high = 0.0, budget
+    without_s = stall_s(low)
+    if without_s <= most_s:
+        return low
+    with_s = stall_s(high)
+    # A guard that copies all it may does so in vain if training has to wait for the link anyway.
+    for _ in range(_SEARCH if ground.copies == "guard" else 0):
+        if with_s <= most_s:
+            break
+        less_s = stall_s(high / 2)
+        if less_s > with_s:
+            break
+        high, with_s = high / 2, less_s
+    if without_s <= with_s:
+        return low
+    most_s = max(most_s, with_s)
+    for _ in range(_SEARCH):
+        middle = (low + high) / 2
+        if stall_s(middle) > most_s:
+            low = middle
+        else:
+            high = middle
+    return high
 
 
 def _trial(pieces: Sequence[Piece], ground: Ground, interval: int, wanted: int, outcome: Outcome) -> _Trial:
@@ -267,7 +290,8 @@ def _trial(pieces: Sequence[Piece], ground: Ground, interval: int, wanted: int, 
                     left.append((Action(piece, "snapshot", (begin, end), None, start, num_bytes), job))
     snapshots, late = _copied(left, ground, begin_s, period_s)
     peak = peak_bytes(snapshots, period_s)
-    waits = outcome.waited or interval > wanted or (outcome.stall_s > 0 and not snapshots)
+    busy = sum(piece.num_bytes for piece in pieces) > ground.bandwidth * interval * ground.step_s * (1 + CLOSE)
+    waits = outcome.waited or busy or interval > wanted or (outcome.stall_s > 0 and not snapshots)
     actions = sorted([*_joined(in_place), *snapshots], key=lambda a: a.offload_s)
     regime: Regime = "does not fit" if waits else "snapshots" if snapshots else "in place"
     schedule = Schedule(tuple(pieces), ground, tuple(actions), interval, outcome.stall_s, stalls, peak, regime)
@@ -282,15 +306,17 @@ def _copied(left: list[tuple[Action, Job]], ground: Ground, begin_s: float, peri
     slack_s = CLOSE * ground.step_s
     left = sorted(left, key=lambda each: (-each[1].guard_s[1], each[0].offload_s))
     found: list[Action] = []
-    free_s, late = math.inf, False
-    for action, job in left:
-        end_s = min(free_s, job.guard_s[1] - begin_s)
+    late = sum(action.num_bytes for action, _ in left) / ground.copy_bandwidth > period_s
+    # Deadlines may be more than a period apart: those of later cycles go first, until they repeat.
+    requests = [(job.guard_s[1] - begin_s + n * period_s, n, action, job) for n in (2, 1, 0) for action, job in left]
+    free_s = math.inf
+    for due_s, n, action, job in sorted(requests, key=lambda request: -request[0]):
+        end_s = min(free_s, due_s)
         free_s = end_s - action.num_bytes / ground.copy_bandwidth
-        earliest_s = (job.guard_s[0] if ground.copies == "guard" else job.ready_s) - begin_s
-        late = late or free_s < earliest_s - slack_s
-        found.append(replace(action, copy_s=(free_s, end_s)))
-    if found:
-        late = late or found[0].copy_s[1] - free_s > period_s + slack_s  # type: ignore[index]
+        if n == 0:
+            earliest_s = (job.guard_s[0] if ground.copies == "guard" else job.ready_s) - begin_s
+            late = late or free_s < earliest_s - slack_s
+            found.append(replace(action, copy_s=(free_s, end_s)))
     return found, late
 
 
