@@ -273,10 +273,11 @@ class Leaving:
             time.sleep(max(0.0, min(until, copy_at, now + 0.01) - now))
 
     def _copy_rest(self) -> None:
-        self._copied_rest = True
+        """Of what is ready: there may be more later."""
+        self._copied_rest = all(self._is_ready)
         for index in range(len(self._settled)):
             with self._lock:
-                if not self._settled[index] and not self._copy(index):
+                if self._is_ready[index] and not self._settled[index] and not self._copy(index):
                     return
 
     # -- either, with the lock ----------------------------------------------------------------------------------------

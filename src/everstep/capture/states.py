@@ -242,7 +242,7 @@ class States:
             return False
         live, fields = self._state_now(cursor)
         job.fields = fields
-        if job.step == self.step and not any(n.num_unfinished for n in self.layers) and job.leaving.complete(live):
+        if job.step == self.step and job.leaving.complete(live):
             self._begun(job)
             return True
         job.leaving.cancel()
@@ -255,6 +255,8 @@ class States:
 
     def commit(self, cursor: Callable[[], dict[str, Any]]) -> bool:
         """End the next step, if anything happened; store its state, if it is due. Returns whether it did."""
+        for layer in self.layers:
+            layer.check_finished()
         if not self._updates and not self._was_edited():
             return False
         now = cursor()  # may raise (an extra's state_dict): then everything stays pending
@@ -495,7 +497,7 @@ class States:
 
     def pending(self) -> bool:
         """Whether something has happened since the last commit."""
-        return bool(self._updates) or self._was_edited()
+        return bool(self._updates) or any(layer.num_unfinished for layer in self.layers) or self._was_edited()
 
     def _was_edited(self) -> bool:
         """Whether the state was changed otherwise than by updates since the last commit."""

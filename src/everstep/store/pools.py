@@ -87,7 +87,7 @@ class Pools:
         """A slot of this step has been."""
         if self._has_old and self._pool is not None and self._all_have_one():
             for name in files.listing(self.folder):
-                if name != self._pool.name and _rank_of(name) == self._rank:
+                if name != os.path.basename(self._pool.path) and _rank_of(name) == self._rank:
                     files.remove(os.path.join(self.folder, name))
             files.sync_dir(self.folder)
             self._has_old = False
