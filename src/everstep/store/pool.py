@@ -90,7 +90,7 @@ class Pool:
     """A pool that this process has made and writes. One slot at a time is being written; any thread may hold and release."""
 
     def __init__(self, path: str, geometry: Geometry, document: PoolDocument, slots: Sequence[Slot], medium: Medium) -> None:
-        self.path = path
+        self.path, self.name = path, os.path.basename(path)
         self._geometry = geometry
         self._document = document
         self._slots = tuple(slots)
@@ -287,7 +287,7 @@ class SlotWriter:
         self._medium.wrote(at, len(data))
         self._medium.persist(at, len(data))
         self._close(self.step)
-        return _manifest(os.path.basename(pool.path), g, usual, header, self.stored())
+        return _manifest(pool.name, g, usual, header, self.stored())
 
     def abandon(self) -> None:
         """Give up: the slot holds nothing, and is the next to be written."""

@@ -63,6 +63,7 @@ class Pools:
     def _make(self, layout: Layout, slots: Sequence[Slot]) -> None:
         self.forget()
         files.make_dirs(self.folder)
+        _remove_litter(self.folder, self._rank)
         taken = files.listing(self.folder)
         names = (f"rank-{self._rank:05d}-g{self._generation:06d}-{n}.pool" for n in self._numbers)
         self._pool = Pool.create(
@@ -115,11 +116,20 @@ class Pools:
 
 def remove_pools(folder: str, rank: int) -> None:
     """All of this rank's; and the folder, if it is empty then."""
+    _remove_litter(folder, rank)
     for name in files.listing(folder):
         if _rank_of(name) == rank:
             files.remove(os.path.join(folder, name))
     if os.path.isdir(folder) and not files.listing(folder):
         files.remove_dir(folder)
+
+
+def _remove_litter(folder: str, rank: int) -> None:
+    """Pools that were being made when their process died: each as large as a pool. Only for the rank's writer."""
+    for name in files.listing(folder):
+        made, _, rest = name.partition(".pool.")
+        if rest.endswith(".tmp") and _rank_of(f"{made}.pool") == rank:
+            files.remove(os.path.join(folder, name))
 
 
 def read_pools(folder: str, run: str, rank: int) -> tuple[list[Manifest], list[str]]:
