@@ -11,7 +11,7 @@ import sys
 import time
 import uuid
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -64,13 +64,14 @@ from everstep.restore.join import Era, Joint, set_back
 from everstep.restore.plan import Line, line_files, line_of
 from everstep.store import files, shared
 from everstep.store.log import DiskPlace, LogWriter
-from everstep.store.medium import medium_for
+from everstep.store.medium import Synced, medium_for
 from everstep.store.pools import Pools, remove_pools
 from everstep.store.runs import Listing, RunPath, WriterLock, describe_writer, read_listing
 from everstep.together import Together, forked_already, latest_of, warn_if_inexact
 from everstep.tune.averages import Counters
 from everstep.tune.choice import MAX_BATCH, Decision
 from everstep.tune.model import Setting
+from everstep.tune.throttle import Throttle
 
 MODES = ("delta", "shadow", "snapshot", "auto")
 LOGS = {"delta": "disk", "shadow": "memory", "snapshot": "pool"}
@@ -855,10 +856,14 @@ class Run:
         files.make_dirs(folder)
         if options.pool:
             os.chmod(folder, 0o700)  # others use this place, too
+        medium = medium_for(folder, options.pool_mode)
+        throttle = None if options.max_bandwidth is None else Throttle(options.max_bandwidth)
+        if medium is Synced and throttle is not None:  # it takes states in at once, and then writes them
+            medium = partial(Synced, pace=_pace(throttle))
         pools = Pools(
             folder, run=self._document.run, rank=ranks.rank, generation=destination.generation, world_size=ranks.size,
             num_slots=self._num_slots(),
-            medium=lambda folder: medium_for(folder, options.pool_mode),
+            medium=medium,
         )  # fmt: skip
         states = self._capture = States(
             self._inventory, self._optimizers, step, pools, destination,
@@ -867,6 +872,7 @@ class Run:
                 interval=options.snapshot_interval or (None if ranks.size == 1 else 1), staged=options.pool_mode != "direct",
                 copy_first=options.pool_mode == "staged", memory_bytes=options.pool_memory,
                 max_bandwidth=options.max_bandwidth, layerwise=options.layerwise,
+                pace=None if throttle is None or isinstance(medium, partial) else _pace(throttle),
             ),
             self._models,
         )  # fmt: skip
@@ -1174,6 +1180,10 @@ class Run:
             f"{free / 1e9:.0f} GB free ({free // max(step_bytes, 1):,} steps without retention) · "
             f"keeps {self._options.retention}"
         )
+
+
+def _pace(throttle: Throttle) -> Callable[[int], float]:
+    return lambda num_bytes: throttle.delay(time.monotonic(), num_bytes)
 
 
 def _note_on(optimizer: Optimizer) -> str:

@@ -129,7 +129,7 @@ class Leaving:
         self._over = False
         self.edited: list[int] = []
         """uids of what was changed too early."""
-        self.carry_s = self.copy_s = 0.0
+        self.copy_s = 0.0
         self.copied_bytes = 0
         self.trace: list[Event] = []
         """What happened, in the order in which it ended."""
@@ -192,21 +192,17 @@ class Leaving:
 
     def carry(self, writer: Writer) -> None:
         """All of it; writer.finish(), and forget() whatever happens, are the caller's."""
-        begun = time.perf_counter()
-        try:
-            for index in writer.order:
-                with self._lock:
-                    self._moved.wait_for(lambda: self._is_ready[index] or self._over)  # noqa: B023  # called here only
-                    if self._over:
-                        return
-                writer.add_pieces(partial(self._fill, index))
-                with self._lock:
-                    if not self._settled[index]:
-                        self._settle(index)
-                    self._bytes[index] = None
-            self.has_left = True
-        finally:
-            self.carry_s = time.perf_counter() - begun
+        for index in writer.order:
+            with self._lock:
+                self._moved.wait_for(lambda: self._is_ready[index] or self._over)  # noqa: B023  # called here only
+                if self._over:
+                    return
+            writer.add_pieces(partial(self._fill, index))
+            with self._lock:
+                if not self._settled[index]:
+                    self._settle(index)
+                self._bytes[index] = None
+        self.has_left = True
 
     def end(self) -> None:
         """Nobody is waited for any longer, whatever has happened."""

@@ -7,6 +7,7 @@ commits the slot. One state is on its way at a time.
 from __future__ import annotations
 
 import contextlib
+import math
 import queue
 import threading
 import time
@@ -32,7 +33,6 @@ from everstep.format.documents import Manifest, StoredOptimizer
 from everstep.naming import Inventory
 from everstep.store.pools import Pools
 from everstep.tune.schedule import Ground, Piece, Schedule, drifted, explain, plan
-from everstep.tune.throttle import Throttle
 
 MAX_OVERHEAD = 0.05
 """What snapshots may take from training where the interval is ours to choose."""
@@ -56,6 +56,8 @@ class Settings:
     """For copies; None: as much as the state takes."""
     max_bandwidth: float | None = None
     """Bytes a second that may leave."""
+    pace: Callable[[int], float] | None = None
+    """So many bytes have left: how many seconds to wait; None where the pool itself sees to it."""
     layerwise: bool = False
     """Parameters are updated in backward, and leave from then on."""
 
@@ -109,7 +111,6 @@ class States:
         self._volatile: set[int] = set()
         """uids of tensors that are edited between a commit and the next update: they are copied at once."""
         self._room: Room = NoRoom()
-        self._throttle = None if settings.max_bandwidth is None else Throttle(settings.max_bandwidth)
         self._updates = 0
         self._mark = self._live.mark()
         self._last_begun = step
@@ -307,7 +308,7 @@ class States:
 
     def _leaving(self, live: Described, *, is_ready: bool = True) -> Leaving:
         return Leaving(
-            live, self._room, pace=self._pace if self._throttle is not None else None,
+            live, self._room, pace=self._settings.pace,
             copy_at=self._copy_at if self._settings.staged else None, is_ready=is_ready,
             give_way=self._gives_way if self.layers else None,
         )  # fmt: skip
@@ -414,10 +415,6 @@ class States:
 
     # -- schedule -----------------------------------------------------------------------------------------------------
 
-    def _pace(self, num_bytes: int) -> float:
-        assert self._throttle is not None
-        return self._throttle.delay(time.monotonic(), num_bytes)
-
     def _copy_at(self, num_bytes: int) -> float:
         """When to begin to copy the rest, so that it is done when the next update comes; inf: it will have left by then."""
         if self._settings.copy_first:
@@ -439,18 +436,22 @@ class States:
         return sum(-(-s.num_bytes // 64) * 64 for s in live.slots) if given is None else given
 
     def _bandwidth(self) -> float:
-        """Of the way out; 0 as long as it is not known."""
-        return self._settings.max_bandwidth or self._means.get("bandwidth")
+        """Of the way out of the live tensors; 0 as long as it is not known."""
+        limit = self._settings.max_bandwidth if self._settings.pace is not None else None
+        return limit or self._means.get("bandwidth")
 
     def _learn(self, job: _Job, took_s: float) -> None:
         """By the thread, after a state was stored: what it cost, and how often that can be afforded."""
         leaving, size = job.leaving, max(job.live.num_bytes, 1)
-        self._means.add("store_s", took_s)
         self._copied_bytes = leaving.copied_bytes
         self.last_trace = (job.committed_at, leaving.trace)
-        carried = size - leaving.copied_bytes
-        if self._settings.max_bandwidth is None and carried and leaving.carry_s:
-            self._means.add("bandwidth", size / leaving.carry_s)
+        if self.num_stored == 1:
+            return  # it made the pool, and touched all memory for the first time
+        self._means.add("store_s", took_s)
+        in_place = [e for e in leaving.trace if e.kind == "in place"]
+        carried, carry_s = sum(e.num_bytes for e in in_place), sum(e.ended_s - e.begun_s for e in in_place)
+        if self._settings.pace is None and carry_s:
+            self._means.add("bandwidth", carried / carry_s)
         if leaving.copied_bytes and leaving.copy_s:
             self._means.add("copy_bandwidth", leaving.copied_bytes / leaving.copy_s)
         if self.num_stored < MEASURED_AFTER or not self.step_s:
@@ -465,10 +466,12 @@ class States:
             self._ground = ground
             deadline = max(min(self._means.get("quiet_s"), ground.step_s), 1e-6)
             pieces = [Piece(slot.key, slot.num_bytes, 0.0, deadline) for slot in job.live.slots]
-            self._schedule = plan(pieces, ground, may_stall=self._settings.interval is not None)
+            self._schedule = plan(pieces, ground, interval=self._settings.interval, max_overhead=MAX_OVERHEAD)
         if self._settings.interval is None and self._schedule is not None:
-            affordable = -(-self._means.get("snapshot_stall_s") // (MAX_OVERHEAD * ground.step_s))
-            self.interval = max(1, self._schedule.interval, int(affordable))
+            affordable = self._means.get("snapshot_stall_s") / (MAX_OVERHEAD * ground.step_s)
+            # One is on its way at a time, until it is durable.
+            arrived = self._means.get("store_s") / ground.step_s
+            self.interval = max(1, self._schedule.interval, math.ceil(affordable), math.ceil(arrived))
 
     # -- flushing, bases, the end -------------------------------------------------------------------------------------
 

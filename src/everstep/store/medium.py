@@ -11,6 +11,7 @@ import ctypes
 import errno
 import functools
 import os
+import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -51,6 +52,7 @@ class Medium(ABC):
         """Let go of the file; one that was not published is removed."""
 
 
+_PACED_BYTES = 4 << 20
 MakeMedium: TypeAlias = Callable[[str, Geometry], Medium]
 """(path, geometry) -> medium: the classes below are such."""
 
@@ -87,9 +89,11 @@ class Mapped(Medium):
 class Synced(Medium):
     """Memory for the slot that is being written, and for all that is not a slot; persist() writes it to the disk."""
 
-    def __init__(self, path: str, geometry: Geometry) -> None:
+    def __init__(self, path: str, geometry: Geometry, *, pace: Callable[[int], float] | None = None) -> None:
+        """`pace`: so many bytes have been written: how many seconds to wait before more are."""
         self.is_durable = not files.is_in_memory(os.path.dirname(path))
         self._geometry = geometry
+        self._pace = pace
         self._file = files.Preallocated(path, geometry.num_bytes, direct=files.supports_direct(os.path.dirname(path)))
         self._head: Bytes = new_pages(geometry.data_offset)
         self._slot: Bytes = new_pages(geometry.slot_bytes)
@@ -105,7 +109,13 @@ class Synced(Medium):
 
     def persist(self, offset: int, num_bytes: int) -> None:
         first = offset // BLOCK * BLOCK
-        self._file.write(first, self.memory(first, blocks(offset + num_bytes) - first))
+        data = self.memory(first, blocks(offset + num_bytes) - first)
+        step = len(data) if self._pace is None else _PACED_BYTES
+        for done in range(0, len(data), step):
+            part = data[done : done + step]
+            self._file.write(first + done, part)
+            if self._pace is not None:
+                time.sleep(self._pace(len(part)))
         self._file.sync()
 
     def publish(self) -> None:

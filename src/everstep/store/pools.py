@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from everstep.atoms import Layout
 from everstep.errors import CorruptionError, PoolError, StorageError
@@ -29,7 +29,7 @@ class Pools:
 
     def __init__(
         self, folder: str, *, run: str, rank: int, generation: int, world_size: int, num_slots: int,
-        medium: Callable[[str], MakeMedium],
+        medium: MakeMedium,
     ) -> None:  # fmt: skip
         self.folder = folder
         self._run, self._rank, self._generation, self._world_size = run, rank, generation, world_size
@@ -68,7 +68,7 @@ class Pools:
         names = (f"rank-{self._rank:05d}-g{self._generation:06d}-{n}.pool" for n in self._numbers)
         self._pool = Pool.create(
             self.folder, next(name for name in names if name not in taken), run=self._run, rank=self._rank, layout=layout,
-            slots=slots, num_slots=self._num_slots, medium=self._medium(self.folder),
+            slots=slots, num_slots=self._num_slots, medium=self._medium,
             spare_bytes=self._spare * (_SPARE_BYTES + _SPARE_BYTES_A_TENSOR * len(slots)),
         )  # fmt: skip
 
