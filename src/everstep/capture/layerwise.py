@@ -26,6 +26,7 @@ from operator import is_
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -244,6 +245,7 @@ class Layerwise:
             if not self._groups_are_same():
                 self._read_groups()
             self._keep_order()
+            self._reduced.clear()  # of a pass that was broken off
             self._round.hyper, self._round.state = self._hyper_now(), self._optimizer.state
         _queue_callback(self._backward_ends)
 
@@ -363,6 +365,8 @@ class Layerwise:
                     "everstep.early_hook: ddp.register_comm_hook(None, everstep.early_hook())"
                 )
             reason = leaf.difference()
+            if reason and not leaf.by_bucket and dist.is_available() and dist.is_initialized():
+                reason += ". (If DistributedDataParallel does that, register everstep.early_hook)"
             if reason:
                 self._fail(reason)
         if taken:
