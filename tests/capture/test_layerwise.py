@@ -337,6 +337,27 @@ def test_gradients_that_are_never_zeroed_give_the_same_bits() -> None:
     assert_same(plain, layered)
 
 
+def test_a_backward_that_raises_leaves_what_the_loop_means() -> None:
+    """Whoever goes on with the gradients that there are, goes on with them; whoever leaves out the step is told."""
+    plain, layered = (Trained(mlp, OPTIMIZERS["AdamW fused"], layerwise=on).train(5) for on in (False, True))
+    for trained in (plain, layered):
+        weight: Any = trained.model[2].weight  # type: ignore[index,union-attr]
+        handle = weight.register_hook(lambda _: 1 / 0)
+        trained.optimizer.zero_grad()
+        with pytest.raises(ZeroDivisionError):
+            trained.loss().backward()
+        handle.remove()
+        trained.optimizer.step()
+        trained.train(2)
+    assert_same(plain, layered)
+    weight.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        layered.step()
+    layered.optimizer.zero_grad()
+    with pytest.raises(LayerwiseError, match=r"step\(\) was left out"):
+        layered.loss()
+
+
 def test_copies_of_the_model_and_a_detached_optimizer_are_plain() -> None:
     trained = Trained(mlp, OPTIMIZERS["AdamW"], layerwise=True).train(4)
     copied = copy.deepcopy(trained.model)

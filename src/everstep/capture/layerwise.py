@@ -253,9 +253,11 @@ class Layerwise:
         _queue_callback(self._backward_ended)  # DDP has asked to be called too, and comes first now
 
     def _backward_ended(self) -> None:
-        """Reduced gradients are on their parameters."""
+        """Reduced gradients are on their parameters, buckets may be filled anew: what is not updated is left to step()."""
         self._task = _NO_TASK
         self._take_reduced()
+        self._round.due = [(leaf, grad) for leaf, grad in self._round.due if not leaf.by_bucket]
+        self._round.due_bytes = sum(leaf.num_bytes for leaf, _ in self._round.due)
         for leaf in self._leaves:
             if leaf.by_bucket and leaf.taken is not None and leaf.taken.grad is None and leaf.param.grad is not None:
                 leaf.taken.grad, leaf.taken.grad_version = leaf.param.grad, leaf.param.grad._version
