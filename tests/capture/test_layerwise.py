@@ -210,15 +210,17 @@ def test_parameters_of_two_types_and_two_optimizers_give_the_same_bits() -> None
     for layerwise in (False, True):
         torch.manual_seed(3)
         models = [Mixed(), Mixed()]
+        teacher = Mixed()  # in no optimizer: it may be called at any time
         optimizers = [O.AdamW(model.parameters(), foreach=True) for model in models]
         layered = [
-            Layerwise(o, [], model=m, before=lambda _: None, after=lambda _: None, batch_bytes=1)
+            Layerwise(o, [], model=[m, teacher], before=lambda _: None, after=lambda _: None, batch_bytes=1)
             for o, m in zip(optimizers, models, strict=True)
             if layerwise
         ]
         for _ in range(6):
             loss = (models[0](torch.randn(4, 12)) * models[1](torch.randn(4, 12))).square().mean()
             loss.backward()
+            teacher(torch.randn(4, 12))
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=False)

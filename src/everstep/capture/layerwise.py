@@ -95,7 +95,7 @@ class Layerwise:
         """`before` and `after` are called right before and after parameters are updated, with these, by the thread that does
         it: in backward, and in step() for the rest. What they raise reaches the caller of backward() or step().
 
-        With `model` errors give names, and a forward pass between backward() and step() is noticed.
+        With `model` errors give names, and a forward pass of one with these parameters after backward() is noticed.
         """
         self._optimizer = optimizer
         self._before, self._after = before, after
@@ -124,7 +124,12 @@ class Layerwise:
         self._part = Part(optimizer)
         self._pre_handle = optimizer.register_step_pre_hook(self._pre)
         self._post_handle = optimizer.register_step_post_hook(self._post)
-        self._forward_handles = [root.register_forward_pre_hook(_Notice(self._on_forward)) for root in self._models]
+        mine = {id(leaf.param) for leaf in self._leaves}
+        self._forward_handles = [
+            root.register_forward_pre_hook(_Notice(self._on_forward))
+            for root in self._models
+            if any(id(p) in mine for p in root.parameters())
+        ]
 
     def detach(self) -> None:
         """Take all hooks away. If `num_unfinished` is not 0, what is in memory is not what the user's loop means."""
