@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import layerwise_training
@@ -181,15 +182,51 @@ def test_sixteen_bits_give_the_same_bits(name: str) -> None:
     assert updated(both(build, OPTIMIZERS[name], steps=6))[0] == 4 * 3
 
 
-def test_groups_and_a_scheduler_give_the_same_bits() -> None:
+def test_groups_and_schedulers_give_the_same_bits() -> None:
     def make(params: list[nn.Parameter]) -> torch.optim.Optimizer:
         return O.AdamW([{"params": params[:3], "weight_decay": 0.5}, {"params": params[3:], "lr": 0.02}])
 
-    def warm_up(trained: Trained, i: int) -> None:
-        for group in trained.optimizer.param_groups:
-            group["lr"] = 0.01 * (i + 1)
+    schedulers: dict[int, Any] = {}
 
-    assert updated(both(mlp, make, warm_up))[0] == 36
+    def schedule(trained: Trained, i: int) -> None:
+        if i == 0:
+            schedulers[id(trained)] = O.lr_scheduler.OneCycleLR(trained.optimizer, 0.05, total_steps=20)
+        else:
+            schedulers[id(trained)].step()
+
+    assert updated(both(mlp, make, schedule))[0] == 36
+
+
+def test_parameters_of_two_types_and_two_optimizers_give_the_same_bits() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(12, 20).to(torch.bfloat16), nn.Linear(20, 5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(torch.tanh(self.first(x.to(torch.bfloat16)).float()))  # type: ignore[no-any-return]
+
+    found = []
+    for layerwise in (False, True):
+        torch.manual_seed(3)
+        models = [Mixed(), Mixed()]
+        teacher = Mixed()  # in no optimizer: it may be called at any time
+        optimizers = [O.AdamW(model.parameters(), foreach=True) for model in models]
+        layered = [
+            Layerwise(o, [], model=[m, teacher], before=lambda _: None, after=lambda _: None, batch_bytes=1)
+            for o, m in zip(optimizers, models, strict=True)
+            if layerwise
+        ]
+        for _ in range(6):
+            loss = (models[0](torch.randn(4, 12)) * models[1](torch.randn(4, 12))).square().mean()
+            loss.backward()
+            teacher(torch.randn(4, 12))
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=False)
+        found.append([p.detach() for model in models for p in model.parameters()])
+        assert [each.stats.in_backward for each in layered] == [4 * 3] * len(layered)
+    assert all(map(same_bits, *found))
 
 
 class Branches(nn.Module):
@@ -302,6 +339,27 @@ def test_gradients_that_are_never_zeroed_give_the_same_bits() -> None:
     assert_same(plain, layered)
 
 
+def test_a_backward_that_raises_leaves_what_the_loop_means() -> None:
+    """Whoever goes on with the gradients that there are, goes on with them; whoever leaves out the step is told."""
+    plain, layered = (Trained(mlp, OPTIMIZERS["AdamW fused"], layerwise=on).train(5) for on in (False, True))
+    for trained in (plain, layered):
+        weight: Any = trained.model[2].weight  # type: ignore[index,union-attr]
+        handle = weight.register_hook(lambda _: 1 / 0)
+        trained.optimizer.zero_grad()
+        with pytest.raises(ZeroDivisionError):
+            trained.loss().backward()
+        handle.remove()
+        trained.optimizer.step()
+        trained.train(2)
+    assert_same(plain, layered)
+    weight.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        layered.step()
+    layered.optimizer.zero_grad()
+    with pytest.raises(LayerwiseError, match=r"step\(\) was left out"):
+        layered.loss()
+
+
 def test_copies_of_the_model_and_a_detached_optimizer_are_plain() -> None:
     trained = Trained(mlp, OPTIMIZERS["AdamW"], layerwise=True).train(4)
     copied = copy.deepcopy(trained.model)
@@ -370,7 +428,7 @@ def _unscale(trained: Trained) -> None:
 
 def _replace(trained: Trained) -> None:
     for p in trained.model.parameters():
-        p.grad = p.grad.clone()  # type: ignore[union-attr]
+        p.grad = None if p.grad is None else p.grad.clone()
 
 
 def _drop(trained: Trained) -> None:
@@ -453,6 +511,75 @@ def test_what_comes_later_raises_and_never_goes_on(name: str, variant: str) -> N
     trained.layerwise.reset()
     assert trained.layerwise.num_unfinished == 0
     trained.train(2)
+
+
+def _nothing(trained: Trained) -> None: ...
+
+
+def _log_norms(trained: Trained) -> None:
+    nn.utils.get_total_norm(trained.grads())
+
+
+def _step_twice(trained: Trained) -> None:
+    trained.optimizer.step()
+
+
+def _freeze(trained: Trained) -> None:
+    """For the next backward: in plain training it takes effect then, too."""
+    bias: Any = next(p for p in trained.model.parameters() if p.dim() == 1)
+    bias.requires_grad_(not bias.requires_grad)
+
+
+def _add_group(trained: Trained) -> None:
+    more = nn.Parameter(torch.ones(3))
+    trained.optimizer.add_param_group({"params": [more]})
+
+
+def _give_away(trained: Trained) -> None:
+    trained.optimizer.state.pop(trained.optimizer.param_groups[0]["params"].pop(), None)
+
+
+HARMLESS = [_nothing, _nothing, _nothing, _log_norms, _freeze, _add_group]
+
+
+@pytest.mark.parametrize("seed", [*range(20), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(20, 400))])
+def test_any_loop_has_the_same_bits_or_raises(seed: int) -> None:
+    """Whatever is done between backward and step, and wherever a step or a backward is left out or made twice."""
+    random = Random(seed)
+    variant = random.choice(["AdamW fused", "AdamW", "SGD foreach", "SGD"])
+    batch_bytes = random.choice([1, 500, 2000, 1 << 20])
+    odd = [between for between, _ in DEVIATIONS.values()] + [_step_twice, _give_away]
+    plan = [(random.choice(HARMLESS), random.random() < 0.04, random.random() < 0.5) for _ in range(16)]
+    if random.random() < 0.8:
+        at = random.randrange(16)
+        plan[at] = (random.choice(odd), *plan[at][1:])
+    build = random.choice([mlp, Branches])
+    plain, layered = (Trained(build, OPTIMIZERS[variant], layerwise=on, batch_bytes=batch_bytes) for on in (False, True))
+
+    def turn(trained: Trained, between: Callable[[Trained], None], leaves_out: bool, drops: bool) -> None:
+        trained.loss().backward()
+        between(trained)
+        if not leaves_out:
+            trained.optimizer.step()
+        trained.optimizer.zero_grad(set_to_none=drops)
+
+    for step in plan:
+        before = copy.deepcopy(plain.model.state_dict())
+        turn(plain, *step)
+        try:
+            turn(layered, *step)
+        except UsageError:  # nothing was updated in backward
+            if step[0] not in (_decay, _decay_data, _step_twice):
+                assert all(map(same_bits, layered.model.state_dict().values(), before.values()))
+            return
+        except LayerwiseError:
+            return
+        assert layered.layerwise is not None
+        if layered.layerwise.num_unfinished:
+            with pytest.raises(LayerwiseError):
+                layered.layerwise.check_finished()
+            return
+        assert_same(plain, layered)
 
 
 def test_a_step_that_is_left_out_is_found_at_the_next_backward() -> None:

@@ -26,6 +26,7 @@ from operator import is_
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -94,7 +95,7 @@ class Layerwise:
         """`before` and `after` are called right before and after parameters are updated, with these, by the thread that does
         it: in backward, and in step() for the rest. What they raise reaches the caller of backward() or step().
 
-        With `model` errors give names, and a forward pass between backward() and step() is noticed.
+        With `model` errors give names, and a forward pass of one with these parameters after backward() is noticed.
         """
         self._optimizer = optimizer
         self._before, self._after = before, after
@@ -123,7 +124,12 @@ class Layerwise:
         self._part = Part(optimizer)
         self._pre_handle = optimizer.register_step_pre_hook(self._pre)
         self._post_handle = optimizer.register_step_post_hook(self._post)
-        self._forward_handles = [root.register_forward_pre_hook(_Notice(self._on_forward)) for root in self._models]
+        mine = {id(leaf.param) for leaf in self._leaves}
+        self._forward_handles = [
+            root.register_forward_pre_hook(_Notice(self._on_forward))
+            for root in self._models
+            if any(id(p) in mine for p in root.parameters())
+        ]
 
     def detach(self) -> None:
         """Take all hooks away. If `num_unfinished` is not 0, what is in memory is not what the user's loop means."""
@@ -244,6 +250,7 @@ class Layerwise:
             if not self._groups_are_same():
                 self._read_groups()
             self._keep_order()
+            self._reduced.clear()  # of a pass that was broken off
             self._round.hyper, self._round.state = self._hyper_now(), self._optimizer.state
         _queue_callback(self._backward_ends)
 
@@ -251,9 +258,11 @@ class Layerwise:
         _queue_callback(self._backward_ended)  # DDP has asked to be called too, and comes first now
 
     def _backward_ended(self) -> None:
-        """Reduced gradients are on their parameters."""
+        """Reduced gradients are on their parameters, buckets may be filled anew: what is not updated is left to step()."""
         self._task = _NO_TASK
         self._take_reduced()
+        self._round.due = [(leaf, grad) for leaf, grad in self._round.due if not leaf.by_bucket]
+        self._round.due_bytes = sum(leaf.num_bytes for leaf, _ in self._round.due)
         for leaf in self._leaves:
             if leaf.by_bucket and leaf.taken is not None and leaf.taken.grad is None and leaf.param.grad is not None:
                 leaf.taken.grad, leaf.taken.grad_version = leaf.param.grad, leaf.param.grad._version
@@ -363,6 +372,8 @@ class Layerwise:
                     "everstep.early_hook: ddp.register_comm_hook(None, everstep.early_hook())"
                 )
             reason = leaf.difference()
+            if reason and not leaf.by_bucket and dist.is_available() and dist.is_initialized():
+                reason += ". (If DistributedDataParallel does that, register everstep.early_hook)"
             if reason:
                 self._fail(reason)
         if taken:
