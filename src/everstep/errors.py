@@ -26,6 +26,7 @@
     EverstepWarning (UserWarning)
     ├── InexactWarning               something will not be reproduced bit for bit; says what and how to mend it
     │   └── UnprovenWarning          a state came back that its audit does not prove to the last bit; says what of it
+    ├── SetBackWarning               the newest state in a pool is damaged: an older one is taken
     ├── SlowResumeWarning            exact, but slower than it could be
     ├── HiddenEditWarning            state was changed behind the version counters; it was caught and recorded
     ├── NonFiniteWarning             a gradient with NaN or infinite elements was left uncompressed

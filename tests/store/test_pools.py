@@ -12,7 +12,7 @@ from pools import LAYOUT, RUN, SMALL, fields, fill
 
 def pools_of(folder: Path, rank: int = 0, generation: int = 1) -> Pools:
     return Pools(
-        str(folder), run=RUN, rank=rank, generation=generation, world_size=1, num_slots=2, medium=lambda folder: Mapped
+        str(folder), run=RUN, rank=rank, generation=generation, world_size=1, num_slots=2, medium=Mapped
     )
 
 
