@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Literal
 
 CLOSE = 1e-9
@@ -95,8 +96,8 @@ class Link:
     One grain is on its way until `free_s`; `late_bytes` are due and have not begun.
     """
 
-    def __init__(self, ground: Ground, budget: float) -> None:
-        self._ground, self._budget = ground, budget
+    def __init__(self, ground: Ground, budget: float, spared: Mapping[int, float]) -> None:
+        self._ground, self._budget, self._spared = ground, budget, spared
         self._queue: list[tuple[tuple[float, float, int], Job]] = []
         self.free_s = 0.0
         self.late_bytes = 0
@@ -136,12 +137,13 @@ class Link:
         if self._ground.copies == "guard" and self._held(now) > older:
             now = self._copied_at(jobs, now)
             self.advance(now)
-        if self._held(now) > self._budget:
+        budget = max(0.0, self._budget - max(self._spared.get(job.key[2], 0.0) for job in jobs))
+        if self._held(now) > budget:
             self.waited = True
             now = max(now, self.free_s)
-            while self.late_bytes > self._budget:
+            while self.late_bytes > budget:
                 job = self._queue[0][1]
-                need = min(self.late_bytes - self._budget, job.rest)
+                need = min(self.late_bytes - budget, job.rest)
                 self._begin(job, bisect_left(job.group.upto, job.group.upto[job.next] + need, job.next + 1))
                 now = self.free_s
         for job in jobs:
@@ -206,14 +208,16 @@ class Outcome:
         return sum(end - begin for begin, end in self.stalls)
 
 
-def simulate(groups: list[Group], ground: Ground, interval: int, budget: float) -> Outcome:
+def simulate(
+    groups: list[Group], ground: Ground, interval: int, budget: float, spared: Mapping[int, float] = MappingProxyType({})
+) -> Outcome:
     """The first cycle that begins as the one before it did, and therefore as all others after it.
 
     If the link cannot carry as much as comes, it starts with so much to do that training has to wait at once: from an empty start
-    it would take many cycles until it is as far behind as guards let it be.
+    it would take many cycles until it is as far behind as guards let it be. `spared`: of the budget, not for the guard of that group.
     """
     period_s, scale = interval * ground.step_s, 1e10 / ground.step_s
-    link, shift_s, before = Link(ground, budget), 0.0, None
+    link, shift_s, before = Link(ground, budget, spared), 0.0, None
     events: dict[tuple[int, int], list[Job]] = {}  # at each time what is due goes before what becomes ready
     cycles: list[list[Job]] = []
     waiting: list[tuple[int, int]] = []

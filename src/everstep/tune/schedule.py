@@ -33,16 +33,15 @@ not out fits into the budget.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Literal
 
 from everstep.errors import UsageError
 from everstep.tune.choice import seconds
 from everstep.tune.link import CLOSE, Ground, Group, Job, Outcome, Piece, Span, groups_of, simulate
 
-__all__ = ["Action", "Ground", "Piece", "Schedule", "drifted", "explain", "peak_bytes", "plan"]
+__all__ = ["Action", "Ground", "Piece", "Schedule", "drifted", "explain", "plan"]
 
 GRAIN_BYTES = 2 << 20
 """Pieces are cut at multiples of this, or of a multiple of it, so that there are not many more grains than MAX_GRAINS."""
@@ -206,21 +205,27 @@ class _Trial:
 
     schedule: Schedule
     excess_bytes: float
+    fullest: Span
+    """Ready and due of those whose copies take the most memory there is at a time."""
 
 
 def _best(pieces: Sequence[Piece], ground: Ground, groups: list[Group], interval: int, *, wanted: int) -> Schedule:
     """At this interval: the least stall, and with it the least memory."""
 
     def at(budget: float) -> _Trial:
-        return _trial(pieces, ground, interval, wanted, simulate(groups, ground, interval, budget))
+        return _trial(pieces, ground, interval, wanted, simulate(groups, ground, interval, budget, spared))
 
+    index = {(group.ready_s, group.deadline_s): i for i, group in enumerate(groups)}
+    spared = dict.fromkeys(index.values(), 0.0)
     budget = float(min(ground.memory_bytes, sum(group.upto[-1] for group in groups)))
     budget = _enough(groups, ground, interval, budget)
     found = at(budget)
-    for _ in range(3):  # what copies take while older snapshots are still there must fit, too
+    for _ in range(_SEARCH):  # what copies take while older snapshots are still there must fit, too: wait for those
         if found.excess_bytes <= 0:
             return found.schedule
-        budget = max(0.0, budget - min(found.excess_bytes, budget / 2))
+        if found.excess_bytes == math.inf:
+            break
+        spared[index[found.fullest]] += found.excess_bytes
         found = at(budget)
     low, high, best = 0.0, budget, at(0.0)
     for _ in range(_SEARCH):  # the more is snapshotted, the less is waited for, if copies are in time
@@ -289,13 +294,14 @@ def _trial(pieces: Sequence[Piece], ground: Ground, interval: int, wanted: int, 
                 else:
                     left.append((Action(piece, "snapshot", (begin, end), None, start, num_bytes), job))
     snapshots, late = _copied(left, ground, begin_s, period_s)
-    peak = peak_bytes(snapshots, period_s)
+    peak, fullest = _peak(snapshots, period_s)
     busy = sum(piece.num_bytes for piece in pieces) > ground.bandwidth * interval * ground.step_s * (1 + CLOSE)
     waits = outcome.waited or busy or interval > wanted or (outcome.stall_s > 0 and not snapshots)
     actions = sorted([*_joined(in_place), *snapshots], key=lambda a: a.offload_s)
     regime: Regime = "does not fit" if waits else "snapshots" if snapshots else "in place"
     schedule = Schedule(tuple(pieces), ground, tuple(actions), interval, outcome.stall_s, stalls, peak, regime)
-    return _Trial(schedule, math.inf if late else peak - ground.memory_bytes)
+    excess = math.inf if late else peak - ground.memory_bytes
+    return _Trial(schedule, excess, (pieces[fullest].ready_s, pieces[fullest].deadline_s) if snapshots else (0.0, 0.0))
 
 
 def _copied(left: list[tuple[Action, Job]], ground: Ground, begin_s: float, period_s: float) -> tuple[list[Action], bool]:
@@ -336,16 +342,20 @@ def _joined(actions: list[Action]) -> list[Action]:
     return found
 
 
-def peak_bytes(actions: Iterable[Action], period_s: float) -> int:
-    """The most that snapshots take at one time, when cycle follows cycle: each from its copy's begin to its offload's end."""
-    always, changes = 0, []
-    for action in actions:
-        if action.copy_s is not None:
-            begin_s, end_s = action.copy_s[0], action.offload_s[1]
-            whole = math.floor((end_s - begin_s) / period_s)
-            always += whole * action.num_bytes
-            begin, end = (round(t / period_s % 1, 12) % 1 for t in (begin_s, end_s))
-            changes += [(begin, action.num_bytes), (end, -action.num_bytes)]
-            always += action.num_bytes if end < begin else 0
-    changes.sort()  # at the same time memory is given back before it is taken
-    return max(accumulate((change for _, change in changes), initial=always), default=0)
+def _peak(snapshots: Sequence[Action], period_s: float) -> tuple[int, int]:
+    """The most that they take at one time, when cycle follows cycle, and the piece whose copy begins then.
+
+    Each takes its memory from its copy's begin to its offload's end.
+    """
+    held, changes = 0, []
+    for action in snapshots:
+        assert action.copy_s is not None
+        begin_s, end_s = action.copy_s[0], action.offload_s[1]
+        begin, end = (round(t / period_s % 1, 12) % 1 for t in (begin_s, end_s))
+        changes += [(begin, action.num_bytes, action.piece), (end, -action.num_bytes, action.piece)]
+        held += action.num_bytes * (math.floor((end_s - begin_s) / period_s) + (end < begin))
+    peak = 0, 0
+    for _, change, piece in sorted(changes):  # at the same time memory is given back before it is taken
+        held += change
+        peak = max(peak, (held, piece))
+    return peak
