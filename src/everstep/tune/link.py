@@ -151,7 +151,7 @@ class Link:
         return now
 
     def _copied_at(self, jobs: list[Job], now: float) -> float:
-        """When the training thread, which copies from the last grain on, meets the link, which carries from the first one on."""
+        """When the training thread, which copies from the last grain on, meets the link, which carries from the first on."""
         jobs = sorted(jobs, key=lambda job: job.key)
         sizes = [grain[2] for job in jobs for grain in job.group.grains[job.next :]]
         first_s = self.free_s + (self.late_bytes - sum(sizes)) / self._ground.bandwidth  # older ones go first
@@ -213,8 +213,9 @@ def simulate(
 ) -> Outcome:
     """The first cycle that begins as the one before it did, and therefore as all others after it.
 
-    If the link cannot carry as much as comes, it starts with so much to do that training has to wait at once: from an empty start
-    it would take many cycles until it is as far behind as guards let it be. `spared`: of the budget, not for the guard of that group.
+    If the link cannot carry as much as comes, it starts with so much to do that training has to wait at once: from an empty
+    start it would take many cycles until it is as far behind as guards let it be. `spared`: of the budget, what is not for
+    the guard of that group.
     """
     period_s, scale = interval * ground.step_s, 1e10 / ground.step_s
     link, shift_s, before = Link(ground, budget, spared), 0.0, None
@@ -241,8 +242,8 @@ def simulate(
         link.free_s = carrying_s + max(group.deadline_s for group in groups)
     while not (steady and cycle > steady_cycle + 1 and all(job.due and not job.rest for job in steady.jobs)):
         at = waiting.pop(0)
-        tick, order = at
-        jobs, now = events.pop(at), tick / scale + shift_s
+        order, jobs = at[1], events.pop(at)
+        now = shift_s + (cycle * period_s if order == 1 else jobs[0].key[order // 2])
         if order == 0:
             until = link.guard(jobs, now)
             shift_s += until - now
