@@ -4,7 +4,7 @@ Nothing of the planner is used here but its dataclasses.
 """
 
 import numpy as np
-from scipy.optimize import LinearConstraint, linprog, milp
+from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 from scipy.sparse import lil_matrix
 
 from everstep.tune.schedule import Ground, Piece, Schedule
@@ -21,12 +21,13 @@ def drawn(random: np.random.Generator, *, num_pieces: int = 12, step_s: float = 
         return [Piece(f"p{i}", int(size), 0.0, end_s) for i, size in enumerate(sizes)]
     if shape == "layers":
         ready_s = np.sort(random.uniform(0.3, 1.0, num_pieces))[::-1] * step_s
-        gap_s = random.uniform(0.0, 0.1) * step_s
-        return [Piece(f"p{i}", int(size), r, r + step_s - gap_s) for i, (size, r) in enumerate(zip(sizes, ready_s, strict=True))]
-    ready_s = random.uniform(0.0, 1.0, num_pieces).round(1) * step_s
-    windows_s = random.uniform(0.1, 1.0, num_pieces).round(1) * step_s
+        windows_s = np.full(num_pieces, step_s - random.uniform(0.0, 0.1) * step_s)
+    else:
+        ready_s = random.uniform(0.0, 1.0, num_pieces).round(1) * step_s
+        windows_s = random.uniform(0.1, 1.0, num_pieces).round(1) * step_s
     return [
-        Piece(f"p{i}", int(size), r, r + w) for i, (size, r, w) in enumerate(zip(sizes, ready_s, windows_s, strict=True))
+        Piece(f"p{i}", int(size), float(r), float(r + w))
+        for i, (size, r, w) in enumerate(zip(sizes, ready_s, windows_s, strict=True))
     ]
 
 
@@ -94,7 +95,7 @@ class Engine:
         return self.offloaded[n, i][1]
 
     def copy(self, n: int, i: int, now: float, out: float) -> float:
-        """Until this one is there. Those of the guard that waits begin at the latest when all that leaves in place is out."""
+        """Until this one is there. Those of a guard that waits begin at the latest when all that leaves in place is out."""
         while (n, i) not in self.copied:
             m, j = self.copies.pop(0)
             action = self.s.actions[j]
@@ -157,7 +158,7 @@ class Engine:
 
 
 def demand(pieces: list[Piece], bandwidth: float, period_s: float) -> float:
-    """The most that any window of time holds of pieces that are ready and due in it, less what the link carries meanwhile."""
+    """The most that a window of time holds of pieces that are ready and due in it, less what the link carries meanwhile."""
     jobs = [(p.ready_s + n * period_s, p.deadline_s + n * period_s, p.num_bytes) for p in pieces for n in range(4)]
     found = 0.0
     for begin in {r for r, _, _ in jobs if r < period_s * (1 + 1e-9)}:
@@ -170,7 +171,7 @@ def demand(pieces: list[Piece], bandwidth: float, period_s: float) -> float:
 
 
 class _Slots:
-    """A cycle cut at every time at which something becomes ready or due. Place p of a piece is the slot p after its ready."""
+    """A cycle cut where something becomes ready or due. Place p of a piece is the p-th slot after it is ready."""
 
     def __init__(self, pieces: list[Piece], period_s: float, cycles: int = 2) -> None:
         marks = {0.0, *(round(t % period_s, 9) % period_s for p in pieces for t in (p.ready_s, p.deadline_s))}
@@ -190,8 +191,7 @@ class _Slots:
 
 def least_memory(pieces: list[Piece], bandwidth: float, step_s: float) -> float | None:
     """Of snapshots that are made in no time and given back byte by byte (a linear program); None if it cannot be."""
-    found = _fluid(pieces, bandwidth, step_s, None)
-    return None if found is None else found
+    return _fluid(pieces, bandwidth, step_s, None)
 
 
 def least_stall(pieces: list[Piece], bandwidth: float, step_s: float, memory_bytes: float) -> float:
@@ -201,7 +201,7 @@ def least_stall(pieces: list[Piece], bandwidth: float, step_s: float, memory_byt
 
 
 def _fluid(pieces: list[Piece], bandwidth: float, step_s: float, memory_bytes: float | None) -> float | None:
-    """Variables: bytes of each piece at each of its places, the same in the stall at the end of that slot, the stalls, the peak."""
+    """Variables: bytes of each piece at each of its places, the same in the stall at that slot's end, stalls, the peak."""
     slots = _Slots(pieces, step_s)
     num, places = slots.num, slots.places
     count = len(pieces) * places
@@ -217,7 +217,6 @@ def _fluid(pieces: list[Piece], bandwidth: float, step_s: float, memory_bytes: f
     limits = np.zeros(3 * num)
     equal = lil_matrix((len(pieces), peak + 1))
     for s in range(num):
-        upper[s, stall + s] = 0
         limits[s] = bandwidth * slots.lengths_s[s]
         upper[num + s, stall + s] = -bandwidth
         upper[2 * num + s, peak] = -1
@@ -240,17 +239,14 @@ def _fluid(pieces: list[Piece], bandwidth: float, step_s: float, memory_bytes: f
     cost[peak] = 1.0 if memory_bytes is None else 0.0
     if memory_bytes is not None:
         cost[stall : stall + num] = 1.0
-    scale = sum(p.num_bytes for p in pieces)
-    found = linprog(
-        cost, upper.tocsr(), limits, equal.tocsr(), [p.num_bytes for p in pieces], bounds, method="highs"
-    )  # fmt: skip
-    assert found.status in (0, 2), (found.message, scale)
+    found = linprog(cost, upper.tocsr(), limits, equal.tocsr(), [p.num_bytes for p in pieces], bounds, method="highs")
+    assert found.status in (0, 2), found.message
     return float(found.fun) if found.status == 0 else None
 
 
 def least_memory_in_wholes(pieces: list[Piece], bandwidth: float, step_s: float, slot_s: float) -> float | None:
-    """The model of Checkflow, with slots of one length: a piece is in memory as a whole until the end of the slot in which its
-    last byte leaves. Snapshots are made in no time, at the deadline."""
+    """The model of Checkflow, with slots of one length: a piece is in memory as a whole until the end of the slot in which
+    its last byte leaves. Snapshots are made in no time, at the deadline."""
     num = round(step_s / slot_s)
     places, count = 2 * num, len(pieces) * 2 * num
     first = [round(p.ready_s / slot_s) % num for p in pieces]
@@ -281,16 +277,10 @@ def least_memory_in_wholes(pieces: list[Piece], bandwidth: float, step_s: float,
     cost = np.zeros(peak + 1)
     cost[peak] = 1
     whole = np.concatenate([np.zeros(count), np.ones(count), [0]])
-    bounds = (np.zeros(peak + 1), np.concatenate([np.ones(2 * count), [np.inf]]))
-    found = milp(cost, integrality=whole, bounds=_bounds(*bounds), constraints=LinearConstraint(matrix.tocsr(), low, high))
+    bounds = Bounds(np.zeros(peak + 1), np.concatenate([np.ones(2 * count), [np.inf]]))
+    found = milp(cost, integrality=whole, bounds=bounds, constraints=LinearConstraint(matrix.tocsr(), low, high))
     assert found.status in (0, 2), found.message
     return float(found.fun) if found.status == 0 else None
-
-
-def _bounds(low, high):
-    from scipy.optimize import Bounds
-
-    return Bounds(low, high)
 
 
 def on_grid(random: np.random.Generator, *, slots: int, num_pieces: int) -> tuple[list[Piece], Ground]:

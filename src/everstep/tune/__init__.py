@@ -4,6 +4,8 @@
                                        ├──> model.cost_of ──> choose ──> Decision ──> tuner (when to change one's mind)
     what a plan assumes ───> planning ─┘                        │
                                                  simulate, references: what the model is compared with
+
+    pieces of a state, bandwidths ──> schedule (on link, a simulated one) ──> what leaves how, memory, stalls ──> picture
 """
 
 from everstep.tune.choice import Decision, choose

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Literal
 
 CLOSE = 1e-9
@@ -95,8 +96,8 @@ class Link:
     One grain is on its way until `free_s`; `late_bytes` are due and have not begun.
     """
 
-    def __init__(self, ground: Ground, budget: float) -> None:
-        self._ground, self._budget = ground, budget
+    def __init__(self, ground: Ground, budget: float, spared: Mapping[int, float]) -> None:
+        self._ground, self._budget, self._spared = ground, budget, spared
         self._queue: list[tuple[tuple[float, float, int], Job]] = []
         self.free_s = 0.0
         self.late_bytes = 0
@@ -136,12 +137,13 @@ class Link:
         if self._ground.copies == "guard" and self._held(now) > older:
             now = self._copied_at(jobs, now)
             self.advance(now)
-        if self._held(now) > self._budget:
+        budget = max(0.0, self._budget - max(self._spared.get(job.key[2], 0.0) for job in jobs))
+        if self._held(now) > budget:
             self.waited = True
             now = max(now, self.free_s)
-            while self.late_bytes > self._budget:
+            while self.late_bytes > budget:
                 job = self._queue[0][1]
-                need = min(self.late_bytes - self._budget, job.rest)
+                need = min(self.late_bytes - budget, job.rest)
                 self._begin(job, bisect_left(job.group.upto, job.group.upto[job.next] + need, job.next + 1))
                 now = self.free_s
         for job in jobs:
@@ -149,7 +151,7 @@ class Link:
         return now
 
     def _copied_at(self, jobs: list[Job], now: float) -> float:
-        """When the training thread, which copies from the last grain on, meets the link, which carries from the first one on."""
+        """When the training thread, which copies from the last grain on, meets the link, which carries from the first on."""
         jobs = sorted(jobs, key=lambda job: job.key)
         sizes = [grain[2] for job in jobs for grain in job.group.grains[job.next :]]
         first_s = self.free_s + (self.late_bytes - sum(sizes)) / self._ground.bandwidth  # older ones go first
@@ -206,52 +208,48 @@ class Outcome:
         return sum(end - begin for begin, end in self.stalls)
 
 
-def simulate(groups: list[Group], ground: Ground, interval: int, budget: float) -> Outcome:
+def simulate(
+    groups: list[Group], ground: Ground, interval: int, budget: float, spared: Mapping[int, float] = MappingProxyType({})
+) -> Outcome:
     """The first cycle that begins as the one before it did, and therefore as all others after it.
 
-    If the link cannot carry as much as comes, it starts with so much to do that training has to wait at once: from an empty start
-    it would take many cycles until it is as far behind as guards let it be.
+    If the link cannot carry as much as comes, it starts with so much to do that training has to wait at once: from an empty
+    start it would take many cycles until it is as far behind as guards let it be. `spared`: of the budget, what is not for
+    the guard of that group.
     """
-    period_s, scale = interval * ground.step_s, 1e10 / ground.step_s
-    link, shift_s, before = Link(ground, budget), 0.0, None
-    events: dict[tuple[int, int], list[Job]] = {}  # at each time what is due goes before what becomes ready
-    cycles: list[list[Job]] = []
-    waiting: list[tuple[int, int]] = []
-    steady: Outcome | None = None
-
-    def add_cycle() -> None:
-        """Cycles are added while others run."""
-        start_s = len(cycles) * period_s
-        jobs = [Job(g, (start_s + g.deadline_s, start_s + g.ready_s, i)) for i, g in enumerate(groups)]
-        cycles.append(jobs)
-        events[round(start_s * scale), 1] = []
-        for job in jobs:
-            events.setdefault((round(job.key[0] * scale), 0), []).append(job)
-            events.setdefault((round(job.key[1] * scale), 2), []).append(job)
-        waiting[:] = sorted(events)
-
-    add_cycle()
-    cycle = steady_cycle = 0
+    period_s, ticks = interval * ground.step_s, 10**10  # a step, so that times that are meant to be the same are
+    moments: dict[tuple[int, int], list[int]] = {}  # at each time what is due (0) goes before what becomes ready (2)
+    for index, group in enumerate(groups):
+        moments.setdefault((round(group.deadline_s / ground.step_s * ticks), 0), []).append(index)
+        moments.setdefault((round(group.ready_s / ground.step_s * ticks), 2), []).append(index)
+    link, shift_s, before = Link(ground, budget, spared), 0.0, None
     carrying_s = sum(group.upto[-1] for group in groups) / ground.bandwidth
     if carrying_s > period_s * (1 + CLOSE):
         link.free_s = carrying_s + max(group.deadline_s for group in groups)
-    while not (steady and cycle > steady_cycle + 1 and all(job.due and not job.rest for job in steady.jobs)):
-        at = waiting.pop(0)
-        tick, order = at
-        jobs, now = events.pop(at), tick / scale + shift_s
-        if order == 0:
-            until = link.guard(jobs, now)
-            shift_s += until - now
-            if steady and cycle == steady_cycle + 1 and until > now:
-                steady.stalls.append((now, until))
-        elif order == 2:
+    events: list[tuple[int, int, int, list[Job]]] = [(0, 1, 0, [])]
+    steady, steady_cycle = None, 0
+    while not (steady and cycle > steady_cycle and all(job.due and not job.rest for job in steady.jobs)):
+        _, order, at, jobs = heapq.heappop(events)
+        if order == 1:
+            cycle, start_s = at, at * period_s
+            now = start_s + shift_s
+            state = link.state(now, start_s)
+            jobs = [Job(g, (start_s + g.deadline_s, start_s + g.ready_s, i)) for i, g in enumerate(groups)]
+            for (tick, kind), those in moments.items():
+                heapq.heappush(events, (cycle * interval * ticks + tick, kind, cycle, [jobs[i] for i in those]))
+            heapq.heappush(events, ((cycle + 1) * interval * ticks, 1, cycle + 1, []))
+            if steady is None and (state == before or cycle == MAX_WARMUP):
+                steady, steady_cycle = Outcome(now, jobs), cycle
+            before = state
+            continue
+        now = jobs[0].key[order // 2] + shift_s
+        if order == 2:
             for job in jobs:
                 link.arrive(job, now)
-        else:
-            add_cycle()
-            state = link.state(now, cycle * period_s)
-            if steady is None and (state == before or cycle == MAX_WARMUP):
-                steady, steady_cycle = Outcome(now, cycles[cycle]), cycle
-            before, cycle = state, cycle + 1
+            continue
+        until = link.guard(jobs, now)
+        shift_s += until - now
+        if steady and cycle == steady_cycle and until > now:
+            steady.stalls.append((now, until))
     steady.waited = link.waited
     return steady

@@ -1,48 +1,48 @@
 """Which bytes of a state leave straight from where they are, which are snapshotted first, when, and what that costs. Pure.
 
-A state is read-only from one update to the next. What the way out (the *link*) carries in that time needs no memory; what it
-does not is copied first (a *snapshot*), as late as possible, and its memory is given back when it has left. If that is more
-than the budget, training waits before the update (a *stall*), or only every k-th step is saved.
+A state is read-only from one update to the next. What the way out (the *link*) carries in that time needs no memory;
+what it does not is copied first (a *snapshot*), as late as possible, and its memory is given back when it has left. If
+that is more than the budget, training waits before the update (a *stall*), or only every k-th step is saved.
 
-**Time.** A cycle begins at 0, right after an update, and takes `step_s`, or k of that if every k-th step is saved, and the
-stalls. A piece may be read from `ready_s` on, until it is overwritten at `deadline_s`, at most a step later. If all is updated
-in one block, all pieces have ready 0 and one deadline, the end of backward. With layer-wise updates each layer has its own:
-ready when its update in backward has ended, due when its next one begins, which is after `step_s`, in the next cycle. All times
-of a Schedule are seconds since the cycle began, stalls included.
+**Time.** A cycle begins at 0, right after an update, and takes `step_s`, or k of that if every k-th step is saved, and
+the stalls. A piece may be read from `ready_s` on, until it is overwritten at `deadline_s`, at most a step later. If all
+is updated in one block, all pieces have ready 0 and one deadline, the end of backward. With layer-wise updates each
+layer has its own: ready when its update in backward has ended, due when its next one begins, which is after `step_s`,
+in the next cycle. All times of a Schedule are seconds since the cycle began, stalls included.
 
-**The choice.** Pieces are cut at multiples of a grain. The link carries one grain after another, the earliest deadline first;
-those whose deadline has passed, which are snapshots by then, therefore go before all others. So at every time t the most that can be
-has been carried of what was due by t, and the least that can be is in memory, but for grains and the time that copies take
-(docs/snapshots.md; tests compare with the exact optimum). A stall comes as late as possible, and lasts until what is due and
-not out fits into the budget.
+**The choice.** Pieces are cut at multiples of a grain. The link carries one grain after another, the earliest deadline
+first; those whose deadline has passed, which are snapshots by then, therefore go before all others. So at every time t
+the most that can be has been carried of what was due by t, and the least that can be is in memory, but for grains and
+the time that copies take (docs/snapshots.md; tests compare with the exact optimum). A stall comes as late as possible,
+and lasts until what is due and not out fits into the budget.
 
 **How an engine carries it out.**
-- The link takes actions in the order of `offload_s`, cycle after cycle: those of the cycle before that reach into this one
-  have their times there, less `period_s`. It begins one when the one before has ended and the piece is ready. The times are what to expect,
-  the order is what to do.
-- A snapshot is copied at `copy_s`: by a thread that copies while the link carries (`copies="beside"`; the thread of an emulated link does
-  while it waits, with a copy bandwidth less by what the link takes of it), or by the training thread in the guard (`copies="guard"`),
-  in the order of `copy_s`, while the link carries on. If the link comes to it first, it is read from where it is until the copy is
-  there. Its memory is taken when its copy begins and given back when its offload has ended.
-- The guard before a piece's update waits until each in-place action of the piece has ended and each of its snapshots has been
-  copied; no more. How long that takes is the stall. If training was faster than planned, what is late may be copied there
-  instead, as far as the budget goes.
+- The link takes actions in the order of `offload_s`, cycle after cycle: those of the cycle before that reach into this
+  one have their times there, less `period_s`. It begins one when the one before has ended and the piece is ready. The
+  times are what to expect, the order is what to do.
+- A snapshot is copied at `copy_s`, in that order: by a thread that copies while the link carries (`copies="beside"`; the
+  thread of an emulated link can while it waits, with a copy bandwidth less by what the link takes of it), or by the
+  training thread in the guard (`copies="guard"`), while the link carries on. If the link comes to it first, it is read
+  from where it is until the copy is there. Its memory is taken when its copy begins and given back when its offload has
+  ended. Snapshots never take more than `peak_bytes`: a copy that does not fit waits until older ones have left.
+- The guard before a piece's update waits until each in-place action of the piece has ended and each of its snapshots
+  has been copied; no more. How long that takes is the stall. Copies that have not begun when all that leaves in place
+  is out are begun then, whatever their time.
 - Steps between saved ones have no guard; snapshots that are left leave during them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Literal
 
 from everstep.errors import UsageError
 from everstep.tune.choice import seconds
 from everstep.tune.link import CLOSE, Ground, Group, Job, Outcome, Piece, Span, groups_of, simulate
 
-__all__ = ["Action", "Ground", "Piece", "Schedule", "drifted", "explain", "peak_bytes", "plan"]
+__all__ = ["Action", "Ground", "Piece", "Schedule", "drifted", "explain", "plan"]
 
 GRAIN_BYTES = 2 << 20
 """Pieces are cut at multiples of this, or of a multiple of it, so that there are not many more grains than MAX_GRAINS."""
@@ -106,9 +106,9 @@ def plan(
 ) -> Schedule:
     """The schedule with the least stall, and of those the least memory.
 
-    If not every step can be saved without waiting: `may_stall` saves every step and waits. Otherwise it is the smallest interval
-    at which training waits for at most `max_overhead` of its time; with 0, if the budget is too small for any interval, the
-    smallest one at which it waits least. `interval` sets it, whatever it costs.
+    If not every step can be saved without waiting: `may_stall` saves every step and waits. Otherwise it is the smallest
+    interval at which training waits for at most `max_overhead` of its time; with 0, if the budget is too small for any
+    interval, the smallest one at which it waits least. `interval` sets it, whatever it costs.
     """
     _check(pieces, ground, interval, grain_bytes)
     total = sum(piece.num_bytes for piece in pieces)
@@ -178,13 +178,13 @@ def explain(schedule: Schedule) -> str:
     """In one line, for people."""
     ground, step_s = schedule.ground, schedule.ground.step_s
     total = sum(piece.num_bytes for piece in schedule.pieces)
-    text = f"{_size(total)} at {_size(ground.bandwidth)}/s take {seconds(total / ground.bandwidth)}, a step {seconds(step_s)}"
+    text = f"{size(total)} at {size(ground.bandwidth)}/s take {seconds(total / ground.bandwidth)}, a step {seconds(step_s)}"
     if schedule.regime == "does not fit":
         text += ": does not fit"
     if schedule.interval > 1:
         text += f", every {schedule.interval} steps one is saved"
     if schedule.snapshot_bytes:
-        text += f"; {_size(schedule.snapshot_bytes)} are snapshotted, {_size(schedule.peak_bytes)} at a time"
+        text += f"; {size(schedule.snapshot_bytes)} are snapshotted, {size(schedule.peak_bytes)} at a time"
     else:
         text += "; all leaves from where it is"
     if schedule.stall_s:
@@ -193,7 +193,7 @@ def explain(schedule: Schedule) -> str:
     return f"{text}; training waits for nothing"
 
 
-def _size(num_bytes: float) -> str:
+def size(num_bytes: float) -> str:
     for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if num_bytes >= unit:
             return f"{num_bytes / unit:.3g} {name}"
@@ -206,21 +206,27 @@ class _Trial:
 
     schedule: Schedule
     excess_bytes: float
+    fullest: Span
+    """Ready and due of those whose copies take the most memory there is at a time."""
 
 
 def _best(pieces: Sequence[Piece], ground: Ground, groups: list[Group], interval: int, *, wanted: int) -> Schedule:
     """At this interval: the least stall, and with it the least memory."""
 
     def at(budget: float) -> _Trial:
-        return _trial(pieces, ground, interval, wanted, simulate(groups, ground, interval, budget))
+        return _trial(pieces, ground, interval, wanted, simulate(groups, ground, interval, budget, spared))
 
+    index = {(group.ready_s, group.deadline_s): i for i, group in enumerate(groups)}
+    spared = dict.fromkeys(index.values(), 0.0)
     budget = float(min(ground.memory_bytes, sum(group.upto[-1] for group in groups)))
     budget = _enough(groups, ground, interval, budget)
     found = at(budget)
-    for _ in range(3):  # what copies take while older snapshots are still there must fit, too
+    for _ in range(_SEARCH):  # what copies take while older snapshots are still there must fit, too: wait for those
         if found.excess_bytes <= 0:
             return found.schedule
-        budget = max(0.0, budget - min(found.excess_bytes, budget / 2))
+        if found.excess_bytes == math.inf:
+            break
+        spared[index[found.fullest]] += found.excess_bytes
         found = at(budget)
     low, high, best = 0.0, budget, at(0.0)
     for _ in range(_SEARCH):  # the more is snapshotted, the less is waited for, if copies are in time
@@ -236,7 +242,8 @@ def _best(pieces: Sequence[Piece], ground: Ground, groups: list[Group], interval
 def _enough(groups: list[Group], ground: Ground, interval: int, budget: float) -> float:
     """Of the memory budget, what makes a difference.
 
-    If the link cannot carry a state in a cycle, then with some memory it is never idle, and with more training would not wait less.
+    If the link cannot carry a state in a cycle, then with some memory it is never idle, and with more of it training would
+    not wait less.
     """
     least_s = sum(group.upto[-1] for group in groups) / ground.bandwidth - interval * ground.step_s
     if least_s <= CLOSE * ground.step_s:
@@ -289,13 +296,14 @@ def _trial(pieces: Sequence[Piece], ground: Ground, interval: int, wanted: int, 
                 else:
                     left.append((Action(piece, "snapshot", (begin, end), None, start, num_bytes), job))
     snapshots, late = _copied(left, ground, begin_s, period_s)
-    peak = peak_bytes(snapshots, period_s)
+    peak, fullest = _peak(snapshots, period_s)
     busy = sum(piece.num_bytes for piece in pieces) > ground.bandwidth * interval * ground.step_s * (1 + CLOSE)
     waits = outcome.waited or busy or interval > wanted or (outcome.stall_s > 0 and not snapshots)
     actions = sorted([*_joined(in_place), *snapshots], key=lambda a: a.offload_s)
     regime: Regime = "does not fit" if waits else "snapshots" if snapshots else "in place"
     schedule = Schedule(tuple(pieces), ground, tuple(actions), interval, outcome.stall_s, stalls, peak, regime)
-    return _Trial(schedule, math.inf if late else peak - ground.memory_bytes)
+    excess = math.inf if late else peak - ground.memory_bytes
+    return _Trial(schedule, excess, (pieces[fullest].ready_s, pieces[fullest].deadline_s) if snapshots else (0.0, 0.0))
 
 
 def _copied(left: list[tuple[Action, Job]], ground: Ground, begin_s: float, period_s: float) -> tuple[list[Action], bool]:
@@ -336,16 +344,20 @@ def _joined(actions: list[Action]) -> list[Action]:
     return found
 
 
-def peak_bytes(actions: Iterable[Action], period_s: float) -> int:
-    """The most that snapshots take at one time, when cycle follows cycle: each from its copy's begin to its offload's end."""
-    always, changes = 0, []
-    for action in actions:
-        if action.copy_s is not None:
-            begin_s, end_s = action.copy_s[0], action.offload_s[1]
-            whole = math.floor((end_s - begin_s) / period_s)
-            always += whole * action.num_bytes
-            begin, end = (round(t / period_s % 1, 12) % 1 for t in (begin_s, end_s))
-            changes += [(begin, action.num_bytes), (end, -action.num_bytes)]
-            always += action.num_bytes if end < begin else 0
-    changes.sort()  # at the same time memory is given back before it is taken
-    return max(accumulate((change for _, change in changes), initial=always), default=0)
+def _peak(snapshots: Sequence[Action], period_s: float) -> tuple[int, int]:
+    """The most that they take at one time, when cycle follows cycle, and the piece whose copy begins then.
+
+    Each takes its memory from its copy's begin to its offload's end.
+    """
+    held, changes = 0, []
+    for action in snapshots:
+        assert action.copy_s is not None
+        begin_s, end_s = action.copy_s[0], action.offload_s[1]
+        begin, end = (round(t / period_s % 1, 8) % 1 for t in (begin_s, end_s))
+        changes += [(begin, action.num_bytes, action.piece), (end, -action.num_bytes, action.piece)]
+        held += action.num_bytes * (math.floor((end_s - begin_s) / period_s) + (end < begin))
+    peak = 0, 0
+    for _, change, piece in sorted(changes):  # at the same time memory is given back before it is taken
+        held += change
+        peak = max(peak, (held, piece))
+    return peak

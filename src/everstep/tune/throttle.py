@@ -1,4 +1,4 @@
-"""A link of a given bandwidth, emulated: says how long to wait so that no more than that gets through. Pure: the clock is given."""
+"""An emulated link: how long to wait so that no more than a given bandwidth gets through. Pure: the clock is given."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from everstep.errors import UsageError
 class Throttle:
     """A token bucket in the form of the time at which the link is free again. One thread, a clock that does not go back.
 
-    A chunk takes `num_bytes / bandwidth` seconds of the link, one chunk after another. Time that the link was idle is lost, but for
-    `burst_s`: a thread that comes a little late, because sleeping is not exact, makes up for so much. Therefore in any window of t seconds
-    no more than `bandwidth · (t + burst_s)` bytes and one chunk get through, and as long as chunks are never later than that, the
-    bandwidth is reached exactly.
+    A chunk takes `num_bytes / bandwidth` seconds of the link, one chunk after another. Time that the link was idle is lost,
+    but for `burst_s`: a thread that comes a little late, because sleeping is not exact, makes up for so much. Therefore the
+    chunks that begin and end within t seconds have at most `bandwidth · (t + burst_s)` bytes, and as long as none begins
+    later than `burst_s` after the link was free, the bandwidth is reached exactly.
     """
 
     def __init__(self, bandwidth: float, *, burst_s: float = 0.01) -> None:
         if not bandwidth > 0 or not burst_s >= 0:
-            raise UsageError(f"a throttle needs a positive bandwidth in bytes a second, not {bandwidth}, and a burst of 0 s or more")
+            raise UsageError(f"a throttle needs a bandwidth above 0 and a burst of 0 s or more, not {bandwidth}, {burst_s}")
         self.bandwidth = bandwidth
         self.burst_s = burst_s
         self._free_s = float("-inf")
