@@ -11,11 +11,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from everstep.capture.states import States
+
 
 def crash(run: Any) -> None:
     """End a Run as a kill would: threads stop, nothing is committed, the segment is left as it is, the lock is free."""
     capture = run._capture
-    if capture is not None:
+    if isinstance(capture, States):
+        capture.close(finish=False)
+    elif capture is not None:
         capture.settle()
         capture.offload.flush()
         for tap in capture.taps.values():

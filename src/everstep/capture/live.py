@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -27,25 +28,41 @@ class Described:
     slots: list[Slot] = field(default_factory=list)
     tensors: list[torch.Tensor] = field(default_factory=list)
     settled: list[bool] = field(default_factory=list)
+    sources: list[torch.Tensor] = field(default_factory=list)
+    """The live tensors that they were taken from."""
     _keys: set[str] = field(default_factory=set)
 
-    def add(self, uid: int, role: str, key: str, tensor: torch.Tensor, *, settled: bool) -> int:
-        """Its index."""
+    def add(
+        self, uid: int, role: str, key: str, tensor: torch.Tensor, *, settled: bool, source: torch.Tensor | None = None
+    ) -> int:
+        """Its index. `source`: what it is a copy of."""
         while key in self._keys:
             key += "'"
         self._keys.add(key)
         self.slots.append(Slot(uid, role, key, tensor.dtype, tuple(tensor.shape), strides_of(tensor)))
         self.tensors.append(tensor.detach())
         self.settled.append(settled)
+        self.sources.append(tensor if source is None else source)
         return len(self.slots) - 1
+
+    def add_again(self, slot: Slot) -> None:
+        """The place of a tensor that there was once and that is not there now: zeros, which nobody asks for."""
+        self._keys.add(slot.key)
+        self.slots.append(slot)
+        self.tensors.append(torch.zeros((), dtype=slot.dtype).expand(slot.shape))
+        self.settled.append(True)
+        self.sources.append(self.tensors[-1])
 
     def add_atoms(self, inventory: Inventory) -> None:
         """Parameters where they are; buffers may change in the next forward: they are copied now."""
         for atom in inventory.layout.atoms:
-            tensor = inventory.tensors[atom.uid].detach()
+            source = inventory.tensors[atom.uid]
+            tensor = source.detach()
             is_buffer = atom.role == "buffer"
             key = f"{atom.owner}.{atom.name}"
-            self.add(atom.uid, atom.role, key, tensor.clone() if is_buffer else tensor, settled=is_buffer)
+            self.add(
+                atom.uid, atom.role, key, tensor.clone() if is_buffer else tensor, settled=is_buffer, source=source
+            )
 
     def add_optimizer(
         self, inventory: Inventory, name: str, optimizer: Optimizer, uids: Sequence[int], params: Sequence[torch.Tensor],
@@ -67,7 +84,7 @@ class Described:
         return StoredOptimizer(name, tuple(group_uids), pack_hyper(hyper, name), tree.plain_to_text(entries))
 
     def copy(self) -> Described:
-        return Described(self.slots[:], self.tensors[:], self.settled[:], self._keys.copy())
+        return Described(self.slots[:], self.tensors[:], self.settled[:], self.sources[:], self._keys.copy())
 
     @property
     def num_bytes(self) -> int:
@@ -124,6 +141,12 @@ class Live:
         self._params = {name: [inventory.live[uid] for uid in uids] for name, uids in self._uids.items()}
         self._all = list(chain.from_iterable(self._params.values()))
         self._known: Described | None = None
+        self._places_then: list[Any] = []
+        params = inventory.params()
+        self._held = [(uid, params[uid]) for uid in inventory.tensors if uid in params]
+        """Parameters that this process stores."""
+        self._memory = [inventory.tensors[uid] for uid, _ in self._held]
+        self._buffers = [t for uid, t in inventory.tensors.items() if uid not in params]
         self._stored: tuple[StoredOptimizer, ...] = ()
         self._values: list[Any] = []
         self._watched: list[torch.Tensor] = []
@@ -135,11 +158,14 @@ class Live:
         values = self._state_values()
         known = self._known
         if known is not None and values is not None and _same(values, self._values):
-            found = known.copy()
-            for i, slot in enumerate(found.slots):
-                if slot.role == "buffer":
-                    found.tensors[i] = self.inventory.tensors[slot.uid].detach().clone()
-            return found, self._stored
+            if self._places() == self._places_then:
+                found = known.copy()
+                for i, slot in enumerate(found.slots):
+                    if slot.role == "buffer":
+                        found.tensors[i] = found.sources[i].detach().clone()
+                return found, self._stored
+            self.refresh()  # by `p.data = other` the same tensors have other memory
+            values = self._state_values()
         found = Described()
         found.add_atoms(self.inventory)
         self._stored = tuple(
@@ -151,12 +177,19 @@ class Live:
         self._known = None if values is None else found  # else numbers in it change without a trace
         self._values = values or []
         self._watched = [t for t, slot in zip(found.tensors, found.slots, strict=True) if slot.role != "buffer"]
+        self._places_then = [] if self._known is None else self._places()
         return found.copy(), self._stored
+
+    def _places(self) -> list[tuple[int, torch.Size, tuple[int, ...]]]:
+        """Where in memory everything is that was described last, and how it lies there."""
+        assert self._known is not None
+        sources = self._known.sources
+        return [(t.data_ptr(), t.shape, t.stride()) for t in sources]
 
     def known(self) -> Described | None:
         """As it was described last, if it still consists of the same tensors; None: that must be found out."""
         values = self._state_values()
-        if self._known is None or values is None or not _same(values, self._values):
+        if self._known is None or values is None or not _same(values, self._values) or self._places() != self._places_then:
             return None
         return self._known.copy()
 
@@ -182,11 +215,7 @@ class Live:
 
     def gradients(self) -> list[tuple[int, torch.Tensor]]:
         """Those that are on their parameters now: the next backward may add to them."""
-        return [
-            (uid, sharding.local_grad(p))
-            for uid, p in self.inventory.params().items()
-            if p.grad is not None and uid in self.inventory.tensors and not p.grad.is_sparse
-        ]
+        return [(uid, sharding.local_grad(p)) for uid, p in self._held if p.grad is not None and not p.grad.is_sparse]
 
     def mark(self) -> Mark:
         """What differs if parameters or optimizer state have been changed, but for what no version counter shows."""
@@ -194,9 +223,18 @@ class Live:
         watched = self._watched
         if values is None or not watched or not _same(values, self._values):
             values = [v for name, o in self._optimizers.items() for v in _leaves(o, self._uids[name], self._params[name])]
-            params = [t for uid, t in self.inventory.tensors.items() if uid in self.inventory.params()]
-            watched = params + [sharding.local(v) for v in values if isinstance(v, torch.Tensor)]
+            watched = self._memory + [sharding.local(v) for v in values if isinstance(v, torch.Tensor)]
         return list(map(id, values)), list(map(_version, watched))
+
+    def buffers_mark(self) -> list[int]:
+        """What differs if buffers have been changed, but for what no version counter shows."""
+        return list(map(_version, self._buffers))
+
+    def gradients_mark(self) -> list[tuple[Any, int]]:
+        """What differs if other gradients are on the parameters, or these have been changed."""
+        grads = [p.grad for _, p in self._held]
+        # Weak references: a gradient that is gone may have lent its id to the next.
+        return [(weakref.ref(g), g._version) for g in grads if g is not None]
 
     def _groups_changed(self) -> bool:
         now = list(chain.from_iterable(g["params"] for o in self._optimizers.values() for g in o.param_groups))

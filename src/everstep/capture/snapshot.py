@@ -24,7 +24,9 @@ class Snapshot:
     def __init__(
         self, bases: str, step: int, live: Described, fields: Callable[[], dict[str, Any]], *, direct: bool, rank: int = 0,
         audit: Audit | None = None, on_done: Callable[[Snapshot], None], may_finish: Callable[[int], bool],
+        look_twice: bool = False,
     ) -> None:  # fmt: skip
+        """`look_twice`: no audit will tell whether what was copied is what was committed."""
         self.step = step
         self.error: BaseException | None = None
         self.manifest: Manifest | None = None
@@ -33,6 +35,7 @@ class Snapshot:
         self._direct, self._rank = direct, rank
         self._fields = fields
         self._audit = audit
+        self._look_twice = look_twice
         self._on_done = on_done
         self._may_finish = partial(may_finish, step)
         self.done = threading.Event()
@@ -55,6 +58,8 @@ class Snapshot:
         try:
             writer = BaseWriter(*self._args, direct=self._direct, rank=self._rank)
             self._leaving.carry(writer)
+            if self._look_twice and not self.torn:
+                self._leaving.second_look(writer.stored(), self.step)
             if self.torn:
                 writer.abandon()
             else:

@@ -31,6 +31,7 @@ from everstep.capture.snapshot import Snapshot
 from everstep.errors import HiddenEditWarning, PoolFullError, StorageError
 from everstep.format.documents import Manifest, StoredOptimizer
 from everstep.naming import Inventory
+from everstep.store.bases import Slot
 from everstep.store.pools import Pools
 from everstep.tune.schedule import Ground, Piece, Schedule, drifted, explain, plan
 
@@ -38,6 +39,8 @@ MAX_OVERHEAD = 0.05
 """What snapshots may take from training where the interval is ours to choose."""
 MEASURED_AFTER = 3
 """Snapshots, before their cost is believed."""
+_TRIES = 3
+"""So often a state is stored that must be: what it says may not fit into the pool, or it may be edited on its way."""
 _COPY_BANDWIDTH = 2e9
 """Bytes a second, until it has been measured."""
 
@@ -112,7 +115,10 @@ class States:
         """uids of tensors that are edited between a commit and the next update: they are copied at once."""
         self._room: Room = NoRoom()
         self._updates = 0
-        self._mark = self._live.mark()
+        self._hyper = self._live.hyper()
+        self._carried_before: dict[int, Slot] = {}
+        """Places of gradients that were once left on their parameters: they are kept, so that the pool fits."""
+        self._note()
         self._last_begun = step
         self.interval = settings.interval or 1
         self._job: _Job | None = None
@@ -260,16 +266,17 @@ class States:
             layer.check_finished()
         if not self._updates and not self._was_edited():
             return False
-        now = cursor()  # may raise (an extra's state_dict): then everything stays pending
+        now, hyper = cursor(), self._live.hyper()  # may raise (an extra's state_dict): then everything stays pending
         self.step += 1
         self._updates = 0
+        self._hyper = hyper
         self._count_time()
         if self.step - self._last_begun >= self.interval and self._is_free():
             if not self._complete_next(now):
                 self._begin(now)
         else:
             self._drop_next()
-        self._mark = self._live.mark()
+        self._note()
         self._warn_hidden()
         self._committed_at = time.perf_counter()
         return True
@@ -324,14 +331,11 @@ class States:
     def _state_now(self, cursor: dict[str, Any], *, copy: bool = False) -> tuple[Described, Callable[[], dict[str, Any]]]:
         """The live state as S(step), and what a manifest of it says beside its tensors."""
         live, optimizers = self._live.describe()
-        d, layout, hyper = self._destination, self.layout, self._live.hyper()
+        d, layout, hyper = self._destination, self.layout, self._hyper
         if layout.id not in self._layouts:
             self._write_layout(layout)
             self._layouts.add(layout.id)
-        carried = tuple(
-            (uid, live.add(uid, "grad", f"grad.{uid:016x}", grad.detach().clone(), settled=True))
-            for uid, grad in self._live.gradients()
-        )
+        carried = self._carry(live)
         for i, slot in enumerate(live.slots):
             if not live.settled[i] and (copy or slot.uid in self._volatile):
                 live.tensors[i], live.settled[i] = live.tensors[i].clone(memory_format=torch.preserve_format), True
@@ -347,6 +351,24 @@ class States:
             }  # fmt: skip
 
         return live, fields
+
+    def _carry(self, live: Described) -> tuple[tuple[int, int], ...]:
+        """The gradients that are left on their parameters. Those of some are there at one commit and not at the next."""
+        grads = dict(self._live.gradients())
+        found = []
+        for uid in {**self._carried_before, **grads}:
+            if uid in grads:
+                index = live.add(uid, "grad", f"grad.{uid:016x}", grads[uid].detach().clone(), settled=True)
+                self._carried_before[uid] = live.slots[index]
+                found.append((uid, index))
+            else:
+                live.add_again(self._carried_before[uid])
+        return tuple(found)
+
+    def _note(self) -> None:
+        """The live objects are S(step): what tells later whether they still are."""
+        self._mark = self._live.mark()
+        self._buffers, self._grads = self._live.buffers_mark(), self._live.gradients_mark()
 
     def _warn_hidden(self) -> None:
         if not self._hidden:
@@ -477,14 +499,14 @@ class States:
 
     def flush(self, cursor: dict[str, Any] | None = None) -> None:
         """Return when the last committed state is stored, or that has failed. `cursor`: of it."""
-        for _ in range(2):
+        for _ in range(_TRIES):
             job = self._job
             if job is not None:
                 job.done.wait()
             if self.synced_step >= self.step or self.error is not None or cursor is None or not self.is_as_committed():
                 return
             self._drop_next()
-            self._begin(cursor)
+            self._begin(cursor).done.wait()
 
     def settle(self) -> None:
         """Nothing in flight waits for the training thread."""
@@ -496,19 +518,37 @@ class States:
         for layer in self.layers:
             layer.reset()
         self._updates = 0
-        self._mark = self._live.mark()
+        self._hyper = self._live.hyper()
+        self._note()
 
     def pending(self) -> bool:
         """Whether something has happened since the last commit."""
         return bool(self._updates) or any(layer.num_unfinished for layer in self.layers) or self._was_edited()
 
     def _was_edited(self) -> bool:
-        """Whether the state was changed otherwise than by updates since the last commit."""
-        return not self._destination.is_shared and self._live.mark() != self._mark
+        """Whether the state was changed otherwise than by updates since the last commit.
+
+        Buffers that forward changed are no reason for a step while gradients are being accumulated: that is one with its
+        update.
+        """
+        if self._destination.is_shared:
+            return False
+        return self._live.mark() != self._mark or (self._buffers_changed() and self._grads_are_same())
+
+    def _buffers_changed(self) -> bool:
+        return self._live.buffers_mark() != self._buffers
+
+    def _grads_are_same(self) -> bool:
+        return self._live.gradients_mark() == self._grads
 
     def is_as_committed(self) -> bool:
-        """Whether the live state still is S(step)."""
-        return not self.pending()
+        """Whether the live state still is S(step), as far as version counters tell."""
+        return (
+            not self.pending()
+            and self._live.mark() == self._mark
+            and not self._buffers_changed()
+            and self._grads_are_same()
+        )
 
     def take_base(self, cursor: dict[str, Any], on_done: Callable[[Snapshot], None], *, copy: bool = False) -> Snapshot:
         """Start a base of S(step), straight to disk: before the first step, and now and then."""
@@ -519,14 +559,18 @@ class States:
         d = self._destination
         self.wants_base = ""
         self.snapshot = Snapshot(
-            d.bases, self.step, live, fields, direct=d.direct, on_done=on_done, may_finish=self.may_finish_base, rank=d.rank
-        )
+            d.bases, self.step, live, fields, direct=d.direct, on_done=on_done, may_finish=self.may_finish_base,
+            rank=d.rank, look_twice=True,
+        )  # fmt: skip
         return self.snapshot
 
     def restart(self) -> None:
         """Forget the error; the next state goes into a new pool."""
         if self._job is not None:
             self._job.done.wait()
+        if self.snapshot is not None:  # one that has not failed still looks at the live state
+            self.snapshot.guard()
+            self.snapshot.wait()
         self.error, self.synced_step, self.snapshot = None, -1, None
         self._pools.forget()
 
