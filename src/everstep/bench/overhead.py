@@ -14,12 +14,9 @@ Everstep and none on those without.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
-import signal
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -28,9 +25,9 @@ from typing import Any
 import torch
 
 from everstep.bench import machine, peers, statistics, workloads
+from everstep.bench.background import Follower, threads_cpu_s
 from everstep.bench.progress import Progress, silent
 from everstep.bench.workloads import Workload
-from everstep.follow.attend import ShadowKeeper
 from everstep.memory import same_bits
 from everstep.run import Run, attach
 
@@ -157,36 +154,6 @@ class Meter:
         return timed
 
 
-class _Follower:
-    """The run's follower process, which runs only while blocks with Everstep do."""
-
-    def __init__(self, run: Run) -> None:
-        self._keeper: Any = run._keeper
-
-    @property
-    def pid(self) -> int | None:
-        if isinstance(self._keeper, ShadowKeeper):
-            return self._keeper.shadow_pid()
-        process = self._keeper._process
-        return None if process is None or process.poll() is not None else int(process.pid)
-
-    def _signal(self, number: int) -> None:
-        pid = self.pid
-        if pid is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
-
-    def stop(self) -> None:
-        self._signal(signal.SIGSTOP)
-
-    def go_on(self) -> None:
-        self._signal(signal.SIGCONT)
-
-    def cpu_s(self) -> float:
-        pid = self.pid
-        return 0.0 if pid is None else machine.process_cpu_s(pid)
-
-
 @dataclass
 class _Totals:
     """Sums over blocks with Everstep."""
@@ -272,7 +239,7 @@ class _Session:
         self._off.restart()
         self._meter = Meter(self._on.optimizer)
         run = self._run = self._on.attach(self._path, self._interval, self._settings)
-        self._follower = _Follower(run)
+        self._follower = Follower(run)
         self._meter.install(run)
         try:
             told("warming up", done)
@@ -316,7 +283,7 @@ class _Session:
             return time.perf_counter() - begun
         totals, meter = self._totals, self._meter
         self._follower.go_on()
-        threads, follower, own = background_cpu_s(), self._follower.cpu_s(), meter.seconds
+        threads, follower, own = threads_cpu_s(), self._follower.cpu_s(), meter.seconds
         begun = time.perf_counter()
         self._on.train(self._block_steps)
         self._run.commit()
@@ -324,7 +291,7 @@ class _Session:
         seconds = time.perf_counter() - begun
         totals.thread_s += meter.seconds - own
         totals.follower_cpu_s += max(0.0, self._follower.cpu_s() - follower)
-        for name, used in background_cpu_s().items():
+        for name, used in threads_cpu_s().items():
             totals.background_cpu_s[name] = totals.background_cpu_s.get(name, 0.0) + used - threads.get(name, 0.0)
         self._follower.stop()
         totals.steps += self._block_steps
@@ -347,15 +314,6 @@ class _Session:
             same_bits(a.detach(), b.detach())
             for a, b in zip(self._on.model.parameters(), self._off.model.parameters(), strict=True)
         )
-
-
-def background_cpu_s() -> dict[str, float]:
-    """Processor time of Everstep's threads in this process so far, by name."""
-    found: dict[str, float] = {}
-    for thread in threading.enumerate():
-        if thread.name.startswith("everstep-") and thread.native_id is not None:
-            found[thread.name] = found.get(thread.name, 0.0) + machine.thread_cpu_s(thread.native_id)
-    return found
 
 
 def _report(settings: Settings, totals: _Totals, copy: _Copy, block_steps: int, interval: int) -> dict[str, Any]:
@@ -449,7 +407,7 @@ def measure_rss(
     try:
         copy = _Copy(settings.workload, settings.codec)
         run = copy.attach(os.path.join(top, "run"), interval, settings)
-        follower = _Follower(run)
+        follower = Follower(run)
         own, other = [], []
         try:
             for step in range(last_step):
