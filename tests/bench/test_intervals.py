@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from everstep.bench import intervals
+from everstep.bench import families, intervals, savers
 from everstep.bench.families import FAMILIES
 from everstep.bench.intervals import LIMIT, Point
 from everstep.bench.savers import WAYS
@@ -61,8 +61,6 @@ def test_an_interval_whose_neighbour_below_was_not_measured_is_not_confirmed():
 
 
 def test_a_peer_saves_at_the_first_step_and_every_interval_from_there(tmp_path):
-    from everstep.bench import savers
-
     saved = []
 
     class Peer:
@@ -77,11 +75,25 @@ def test_a_peer_saves_at_the_first_step_and_every_interval_from_there(tmp_path):
     assert newest == [1, 1, 1, 4, 4, 4, 7] and len(saved) == 3
 
 
+@pytest.mark.long
+def test_the_follower_has_made_a_base_before_anything_is_measured(tmp_path):
+    model, optimizer = FAMILIES["ResNet-18"].build(FAMILIES["ResNet-18"].quick)
+    batch = FAMILIES["ResNet-18"].batch(FAMILIES["ResNet-18"].quick)
+    place = savers.Place(disk=str(tmp_path), memory=str(tmp_path), base_interval=4)
+    saver = WAYS["delta"].begin(model, optimizer, place, 1)
+    for _ in range(6):
+        families.train_step(model, optimizer, batch)
+        saver.after_step()
+    saver.rest()
+    assert saver.run.stats()["follower_bases"] > 0
+    saver.close()
+
+
 @pytest.mark.parametrize("way", list(WAYS))
 def test_every_way_to_save_is_measured_and_leaves_nothing_behind(way, tmp_path):
     (tmp_path / "memory").mkdir()
     settings = intervals.Settings(
-        families=["ResNet-18"], ways=[way], num_rounds=2, block_s=0.02, most_interval=2, base_interval=4,
+        families=["ResNet-18"], ways=[way], num_rounds=2, block_s=0.02, most_interval=2, base_interval=1000,
         folder=str(tmp_path), memory=str(tmp_path / "memory"), quick=True,
     )  # fmt: skip
     found = intervals.measure(settings)["families"]["ResNet-18"]

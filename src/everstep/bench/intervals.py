@@ -12,12 +12,13 @@ copy while another trains without; in the second half of the rounds the copies c
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,11 +31,15 @@ from everstep.bench.savers import WAYS, Nothing, Place, Saver, Way
 
 LIMIT = 0.05
 TRIAL_INTERVAL = 4
-"""At which the cost of a save is measured first: often enough to see it, seldom enough not to wait for the one before."""
+"""At which the cost of a save is measured first: often enough to see it, seldom enough not to wait for the one before.
+Everstep's own are first measured at every step."""
+TRIAL_ROUNDS = 2
 MOST_SEARCHES = 4
 LEAST_ROUNDS = 3
 WARM_STEPS = 8
 """More than Everstep takes to learn how gradients are owned."""
+MOST_WARM_STEPS = 100
+"""Bases that are farther apart are no part of what is measured."""
 POLL_S = 0.0005
 MOST_S = 60.0
 """A block that takes longer is as long as it is: what is wrong is told when the saver is waited for."""
@@ -51,7 +56,7 @@ class Settings:
     """At each interval, of two blocks with and two without; where that takes longer than `point_s`, fewer (LEAST_ROUNDS)."""
     most_interval: int = 200
     """No longer one is tried."""
-    block_s: float = 1.5
+    block_s: float = 1.2
     """A block takes at least so long, and at least one interval."""
     point_s: float = 60.0
     base_interval: int = 32
@@ -201,15 +206,15 @@ class _Side:
         self.train(self.interval - 1)
         self._saver.rest()
 
-    def block(self, num_steps: int, *, lead: bool) -> float:
+    def block(self, num_steps: int) -> float:
         """Seconds of so many steps."""
         self._saver.go_on()
-        if lead:
+        if self.interval == 1:
             self.train(1)
         under_way = self._steps - self._saver.newest()
         begun = time.perf_counter()
         self.train(num_steps)
-        if lead:
+        if self.interval == 1:
             deadline = begun + MOST_S
             while self._steps - self._saver.newest() > under_way and time.perf_counter() < deadline:
                 time.sleep(POLL_S)
@@ -244,68 +249,103 @@ class _Bench:
         """The smallest interval of one way to save, and all points that were measured."""
         rounds = self._settings.num_rounds
         if way.every_step:
-            points = {1: self._point(way, 1, rounds)}
+            points = {1: self._point(way, 1)}
         else:
-            trial = self._point(way, TRIAL_INTERVAL, 2)
-            most = self._settings.most_interval
-            points = search(trial.derived(), most, lambda intervals: [self._point(way, k, rounds) for k in intervals])
+            first = 1 if way.hooks else self._points(way, [TRIAL_INTERVAL], TRIAL_ROUNDS)[0].derived()
+            points = search(first, self._settings.most_interval, lambda intervals: self._points(way, intervals, rounds))
         interval, is_confirmed = found(points)
         return {
             "interval": interval, "confirmed": is_confirmed, "every_step": way.every_step,
             "points": [points[k].as_dict() for k in sorted(points)],
         }  # fmt: skip
 
-    def _point(self, way: Way, interval: int, num_rounds: int) -> Point:
-        cycle_s = interval * self._guess_s
-        num_steps = interval * max(1, round(self._settings.block_s / cycle_s))
-        affordable = round(self._settings.point_s / (4 * num_steps * self._guess_s))
-        orders = statistics.abba(min(num_rounds, max(LEAST_ROUNDS, affordable)), seed=self._settings.seed)
-        half = (len(orders) + 1) // 2
-        ratios: list[float] = []
-        off_step_s: list[float] = []
-        for index, part in enumerate((orders[:half], orders[half:])):
-            on, off = self._copies if index == 0 else self._copies[::-1]
-            if not part:
-                continue
-            for with_s, without_s in self._rounds(way, interval, on, off if way.hooks else on, num_steps, part):
-                ratios.append(with_s / without_s)
-                off_step_s.append(without_s / (2 * num_steps))
-        self._off_step_s += off_step_s
-        ratio = statistics.median_interval(ratios, seed=self._settings.seed)
-        return Point(
-            interval=interval, overhead=statistics.Interval(ratio.median - 1, ratio.low - 1, ratio.high - 1),
-            step_s=statistics.median_interval(off_step_s).median, num_rounds=len(ratios), block_steps=num_steps,
-        )  # fmt: skip
+    def _points(self, way: Way, intervals: Sequence[int], num_rounds: int) -> list[Point]:
+        if way.hooks:  # one copy can be attached to one run only
+            return [self._point(way, interval) for interval in intervals]
+        blocks = [self._block_steps(k) for k in intervals]
+        rounds = self._rounds_of(1, way, intervals, blocks, self._num_rounds(blocks, num_rounds))
+        return self._made(intervals, blocks, rounds)
+
+    def _point(self, way: Way, interval: int) -> Point:
+        """By two runs: the copies change roles."""
+        blocks = [self._block_steps(interval)]
+        num_rounds = self._num_rounds(blocks, self._settings.num_rounds)
+        rounds = self._rounds_of(2, way, [interval], blocks, num_rounds)
+        return self._made([interval], blocks, rounds)[0]
+
+    def _block_steps(self, interval: int) -> int:
+        return interval * max(1, round(self._settings.block_s / (interval * self._guess_s)))
+
+    def _num_rounds(self, blocks: Sequence[int], wanted: int) -> int:
+        round_s = 2 * (sum(blocks) + blocks[0]) * self._guess_s
+        return min(wanted, max(LEAST_ROUNDS, round(self._settings.point_s / round_s)))
+
+    def _made(self, intervals: Sequence[int], blocks: Sequence[int], rounds: Sequence[Sequence[float]]) -> list[Point]:
+        """Points, from the seconds a step of each round: without, and at each interval."""
+        without = [r[0] for r in rounds]
+        self._off_step_s += without
+        points = []
+        for index, (interval, num_steps) in enumerate(zip(intervals, blocks, strict=True), 1):
+            overheads = [r[index] / r[0] - 1 for r in rounds]
+            point = Point(
+                interval=interval, overhead=statistics.median_interval(overheads, seed=self._settings.seed),
+                step_s=statistics.median_interval(without).median, num_rounds=len(rounds), block_steps=num_steps,
+            )  # fmt: skip
+            points.append(point)
+        return points
+
+    def _rounds_of(
+        self, num_parts: int, way: Way, intervals: Sequence[int], blocks: Sequence[int], num_rounds: int
+    ) -> list[list[float]]:
+        """For each round the seconds a step: without, and at each interval. Copies change roles with each part."""
+        orders = statistics.mirrored(1 + len(intervals), num_rounds, seed=self._settings.seed)
+        cut = -(-len(orders) // num_parts)
+        rounds = []
+        for index in range(num_parts):
+            on, other = self._copies if index == 0 else self._copies[::-1]
+            part = orders[index * cut : (index + 1) * cut]
+            if part:
+                rounds += self._rounds(way, intervals, on, other if way.hooks else on, blocks, part)
+        return rounds
 
     def _rounds(
-        self, way: Way, interval: int, on: _Copy, off: _Copy, num_steps: int, orders: Sequence[Sequence[bool]]
-    ) -> list[tuple[float, float]]:
-        """For each round the seconds of its blocks with and without."""
-        s = self._settings
-        disk = tempfile.mkdtemp(prefix="everstep-bench-", dir=s.folder)
-        memory = tempfile.mkdtemp(prefix="everstep-bench-", dir=_memory(s))
-        place = Place(disk=disk, memory=memory, base_interval=s.base_interval)
-        try:
-            saver = way.begin(on.model, on.optimizer, place, interval)
-            try:
-                side, without = _Side(on, saver, interval), _Side(off, Nothing(), 1)
-                self._warm_up(side, without, way)
-                sums = []
-                for order in orders:
-                    both = [0.0, 0.0]
-                    for is_on in order:
-                        both[is_on] += (side if is_on else without).block(num_steps, lead=interval == 1)
-                    sums.append((both[True], both[False]))
-                return sums
-            finally:
-                saver.close()
-        finally:
-            shutil.rmtree(disk, ignore_errors=True)
-            shutil.rmtree(memory, ignore_errors=True)
+        self, way: Way, intervals: Sequence[int], on: _Copy, off: _Copy, blocks: Sequence[int],
+        orders: Sequence[Sequence[int]],
+    ) -> list[list[float]]:  # fmt: skip
+        steps = [blocks[0], *blocks]
+        with contextlib.ExitStack() as stack:
+            sides = [_Side(off, Nothing(), 1)]
+            for interval in intervals:
+                place = Place(
+                    disk=stack.enter_context(_folder(self._settings.folder)),
+                    memory=stack.enter_context(_folder(_memory(self._settings))),
+                    base_interval=self._settings.base_interval,
+                )  # fmt: skip
+                saver = way.begin(on.model, on.optimizer, place, interval)
+                stack.callback(saver.close)
+                sides.append(_Side(on, saver, interval))
+            self._warm_up(sides, way)
+            sums = []
+            for order in orders:
+                seconds = [0.0] * len(sides)
+                for side in order:
+                    seconds[side] += sides[side].block(steps[side])
+                sums.append([s / (2 * count) for s, count in zip(seconds, steps, strict=True)])
+        return sums
 
-    def _warm_up(self, side: _Side, without: _Side, way: Way) -> None:
-        """A saver with hooks has learned, its first base is stored, and its follower is up."""
-        for _ in range(max(WARM_STEPS, self._settings.base_interval + 1) if way.hooks else 1):
-            side.train(1)
-        without.train(2)
-        side.align()
+    def _warm_up(self, sides: Sequence[_Side], way: Way) -> None:
+        """A saver with hooks has learned, its first base is stored, and its follower is up, if it comes to that."""
+        until_base = self._settings.base_interval + 1
+        sides[0].train(2)
+        for side in sides[1:]:
+            side.train((max(WARM_STEPS, until_base) if until_base <= MOST_WARM_STEPS else WARM_STEPS) if way.hooks else 1)
+            side.align()
+
+
+@contextlib.contextmanager
+def _folder(inside: str | None) -> Iterator[str]:
+    made = tempfile.mkdtemp(prefix="everstep-bench-", dir=inside)
+    try:
+        yield made
+    finally:
+        shutil.rmtree(made, ignore_errors=True)

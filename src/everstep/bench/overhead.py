@@ -234,7 +234,7 @@ class _Session:
         self._block_steps = block_steps
         self._totals = totals
 
-    def run(self, orders: list[tuple[bool, bool, bool, bool]], done: int, told: Callable[[str, int], None]) -> int:
+    def run(self, orders: list[tuple[bool, ...]], done: int, told: Callable[[str, int], None]) -> int:
         """Measure these pairs; returns how many are done in all."""
         self._off.restart()
         self._meter = Meter(self._on.optimizer)

@@ -66,12 +66,13 @@ class Nothing:
 
 
 class Everstep:
-    """A run, as `attach` gives it with these options."""
+    """A run, as `attach` gives it with these options, whose log a follower or a shadow reads."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, path: str, **options: Any) -> None:
         self.run = attach(model, optimizer, path, quiet=True, **options)
         self.run.resume()
         self._follower = Follower(self.run)
+        self._base_interval: int = options["base_interval"]
         self._is_up = False
 
     def after_step(self) -> None:
@@ -84,15 +85,18 @@ class Everstep:
         self.run.flush()
 
     def rest(self) -> None:
-        """The first time also: until the follower, if there is one by then, has made a base."""
-        self.run.flush()
+        """The first time also: until the follower has made a base, if one is due by then."""
+        self.wait()
         deadline = time.monotonic() + FOLLOWER_START_S
-        while not self._is_up and self._follower.pid is not None and time.monotonic() < deadline:
-            self._is_up = self.run.stats()["follower_bases"] > 0
+        while not self._is_up and self._awaits_follower() and time.monotonic() < deadline:
             time.sleep(POLL_S)
         self._is_up = True
         until_idle()
         self._follower.stop()
+
+    def _awaits_follower(self) -> bool:
+        stats = self.run.stats()
+        return bool(stats["step"] > self._base_interval and not stats["follower_bases"])
 
     def go_on(self) -> None:
         self._follower.go_on()
@@ -100,6 +104,17 @@ class Everstep:
     def close(self) -> None:
         self._follower.go_on()
         self.run.close()
+
+
+class Snapshots(Everstep):
+    """A run in snapshot mode. flush() would store one state more than the interval asks for, so it is not called."""
+
+    def wait(self) -> None:
+        while self.run.stats()["inflight_steps"]:
+            time.sleep(POLL_S / 20)
+
+    def _awaits_follower(self) -> bool:
+        return False
 
 
 class Other:
@@ -171,6 +186,16 @@ def _shadow(model: nn.Module, optimizer: Optimizer, place: Place, interval: int)
     return Everstep(model, optimizer, os.path.join(place.disk, "run"), mode="shadow", base_interval=place.base_interval)
 
 
+def _snapshot(pool: Callable[[Place], str]) -> Callable[[nn.Module, Optimizer, Place, int], Saver]:
+    def begin(model: nn.Module, optimizer: Optimizer, place: Place, interval: int) -> Saver:
+        return Snapshots(
+            model, optimizer, os.path.join(place.disk, "run"), mode="snapshot", snapshot_interval=interval, pool=pool(place),
+            base_interval=place.base_interval,
+        )  # fmt: skip
+
+    return begin
+
+
 def _dcp(model: nn.Module, optimizer: Optimizer, place: Place, interval: int) -> Saver:
     return Other(model, optimizer, peers.DcpSave(os.path.join(place.disk, "dcp")), interval)
 
@@ -182,6 +207,8 @@ def _torch_save(model: nn.Module, optimizer: Optimizer, place: Place, interval: 
 _ALL = (
     Way(name="delta", begin=_delta, hooks=True, every_step=True),
     Way(name="shadow", begin=_shadow, hooks=True, every_step=True),
+    Way(name="snapshot-memory", begin=_snapshot(lambda place: place.memory), hooks=True),
+    Way(name="snapshot-disk", begin=_snapshot(lambda place: place.disk), hooks=True),
     Way(name="dcp.async_save", begin=_dcp, hooks=False),
     Way(name="torch.save", begin=_torch_save, hooks=False),
 )

@@ -218,7 +218,9 @@ def intervals(
     from everstep.bench.savers import WAYS
 
     names, ways = _some("--family", family, FAMILIES), _some("--mode", mode, WAYS)
-    small: dict[str, Any] = {"num_rounds": 1, "block_s": 0.05, "most_interval": 3} if quick else {"num_rounds": rounds}
+    small: dict[str, Any] = {"num_rounds": rounds}
+    if quick:
+        small = {"num_rounds": 1, "block_s": 0.05, "most_interval": 3, "base_interval": 1000}
 
     def measure(place: str, told: Told) -> Found:
         return bench.measure(bench.Settings(families=names, ways=ways, folder=place, quick=quick, **small), told)
