@@ -19,13 +19,13 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 
 from everstep.bench import machine, peers, statistics, workloads
-from everstep.bench.background import Follower, threads_cpu_s
+from everstep.bench.background import Follower, threads_cpu_s, until_idle
 from everstep.bench.progress import Progress, silent
 from everstep.bench.workloads import Workload
 from everstep.memory import same_bits
@@ -60,6 +60,10 @@ class Settings:
     mode: str = "delta"
     shadow: str = ""
     """With mode="shadow": the address of one that listens already; empty: a local one."""
+    pool: str = ""
+    """With mode="snapshot": a folder for the pool; empty: the run's own."""
+    snapshot_interval: int | None = 1
+    """With mode="snapshot": steps from one stored state to the next; None: as Everstep chooses."""
     early: bool = False
     """Gradients are handed over during backward."""
     codec: str = "none"
@@ -78,9 +82,12 @@ class _Copy:
 
     def attach(self, path: str, base_interval: int, settings: Settings) -> Run:
         """From now on batches come by way of the run."""
+        options: dict[str, Any] = {}
+        if settings.mode == "snapshot":
+            options = {"snapshot_interval": settings.snapshot_interval, "pool": settings.pool}
         run = attach(
             self.model, self.optimizer, path, mode=settings.mode, shadow=settings.shadow, base_interval=base_interval,
-            early=settings.early, compress=self.compressor, quiet=True,
+            early=settings.early, compress=self.compressor, quiet=True, **options,
         )  # fmt: skip
         run.resume()
         self.stream = run.steps(self._loader)
@@ -168,6 +175,7 @@ class _Totals:
     early_bytes: int = 0
     early_void_bytes: int = 0
     removed_bytes: int = 0
+    snapshots: int = 0
     compactions: int = 0
     follower_cpu_s: float = 0.0
     background_cpu_s: dict[str, float] = field(default_factory=dict)
@@ -179,16 +187,18 @@ def measure(settings: Settings, progress: Progress = silent) -> dict[str, Any]:
     before = torch.get_num_threads()
     torch.set_num_threads(settings.num_threads)
     top = tempfile.mkdtemp(prefix="everstep-bench-", dir=settings.folder)
+    pool = settings.pool and tempfile.mkdtemp(prefix="everstep-bench-", dir=settings.pool)
     try:
-        return _measure(settings, top, progress)
+        return _measure(replace(settings, pool=pool), top, progress)
     finally:
         torch.set_num_threads(before)
-        shutil.rmtree(top, ignore_errors=True)
+        for folder in filter(None, (top, pool)):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _measure(settings: Settings, top: str, progress: Progress) -> dict[str, Any]:
     copies = _Copy(settings.workload, settings.codec), _Copy(settings.workload, settings.codec)
-    block_steps = settings.block_steps or _calibrate(copies)
+    block_steps = _whole(settings.block_steps or _calibrate(copies), settings)
     orders = statistics.abba(settings.num_pairs, seed=settings.seed)
     half = (len(orders) + 1) // 2
     interval = settings.base_interval or min(200, max(4, 2 * half * block_steps // 4))
@@ -208,6 +218,12 @@ def _measure(settings: Settings, top: str, progress: Progress) -> dict[str, Any]
     if settings.num_peer_pairs:
         found["peers"] = _measure_peers(settings, copies[0], top, block_steps, progress)
     return found
+
+
+def _whole(block_steps: int, settings: Settings) -> int:
+    """So many steps, or some more, that a block ends with a stored state: else flush() would store one more."""
+    interval = settings.snapshot_interval if settings.mode == "snapshot" else None
+    return block_steps if interval is None else -(-block_steps // interval) * interval
 
 
 def _calibrate(copies: tuple[_Copy, _Copy]) -> int:
@@ -265,7 +281,7 @@ class _Session:
 
     def _warm_up(self) -> None:
         """Everstep has learned, its first base is stored, its follower is up and has made one."""
-        wait = self._settings.wait_for_follower
+        wait = self._settings.wait_for_follower and self._settings.mode != "snapshot"
         for _ in range(max(WARM_STEPS, self._interval + 1 if wait else 0)):
             for copy in (self._on, self._off):
                 copy.train(1)
@@ -274,6 +290,7 @@ class _Session:
         deadline = time.monotonic() + FOLLOWER_START_S
         while wait and not self._run.stats()["follower_bases"] and time.monotonic() < deadline:
             time.sleep(0.05)
+        until_idle()
         self._follower.stop()
 
     def _block(self, is_on: bool) -> float:
@@ -293,6 +310,7 @@ class _Session:
         totals.follower_cpu_s += max(0.0, self._follower.cpu_s() - follower)
         for name, used in threads_cpu_s().items():
             totals.background_cpu_s[name] = totals.background_cpu_s.get(name, 0.0) + used - threads.get(name, 0.0)
+        until_idle()
         self._follower.stop()
         totals.steps += self._block_steps
         return seconds
@@ -301,7 +319,8 @@ class _Session:
         totals = self._totals
 
         def gained(key: str) -> Any:
-            return after[key] - before[key]
+            """0 for what a mode does not count."""
+            return after.get(key, 0) - before.get(key, 0)
 
         totals.counted_thread_s += gained("training_thread_s")
         totals.stall_s += gained("stall_s")
@@ -309,6 +328,7 @@ class _Session:
         totals.early_bytes += gained("early_bytes")
         totals.early_void_bytes += gained("early_void_bytes")
         totals.removed_bytes += gained("removed_bytes")
+        totals.snapshots += gained("snapshots")
         totals.compactions += gained("follower_bases")
         totals.bit_equal &= all(
             same_bits(a.detach(), b.detach())
@@ -330,6 +350,8 @@ def _report(settings: Settings, totals: _Totals, copy: _Copy, block_steps: int, 
         "durability": "step",
         "mode": settings.mode,
         "shadow": settings.shadow or ("local" if settings.mode == "shadow" else ""),
+        "pool_file_system": machine.file_system(settings.pool or settings.folder or tempfile.gettempdir()),
+        "snapshot_interval": totals.steps / totals.snapshots if totals.snapshots else None,
         "gradient_bytes": gradient_bytes,
         "early": settings.early,
         "codec": settings.codec,

@@ -64,7 +64,11 @@ def overhead(
         int | None, typer.Option(min=1, help="Steps between bases; without it four in each half.", show_default=False)
     ] = None,
     peers: Annotated[bool, typer.Option(help="Also measure torch.save and DCP async_save at every step.")] = True,
-    mode: Annotated[str, typer.Option(help="delta or shadow.")] = "delta",
+    mode: Annotated[str, typer.Option(help="delta, shadow or snapshot.")] = "delta",
+    pool: Annotated[str, typer.Option(help="With --mode snapshot: a folder for the pool; without it the run's own.")] = "",
+    interval: Annotated[
+        int, typer.Option(min=0, help="With --mode snapshot: steps between stored states; 0: as Everstep chooses.")
+    ] = 1,
     tcp: Annotated[bool, typer.Option("--tcp", help="With --mode shadow: a shadow behind TCP on loopback.")] = False,
     early: Annotated[bool, typer.Option("--early", help="Gradients are handed over during backward.")] = False,
     codec: Annotated[
@@ -84,6 +88,7 @@ def overhead(
     if codec not in CODECS:
         raise typer.BadParameter(f"--codec must be one of {', '.join(CODECS)}, not {codec!r}")
     counts = _threads(threads, machine.num_cores())
+    pool = _folder(pool, "--pool") if pool else ""
 
     def measure(place: str, told: Told) -> Found:
         measurements = []
@@ -95,6 +100,7 @@ def overhead(
                     base_interval=base_interval or (32 if quick else None),
                     num_peer_pairs=(1 if quick else 3) if peers else 0, folder=place,
                     wait_for_follower=not quick, mode=mode, shadow=address, early=early, codec=codec,
+                    pool=pool, snapshot_interval=interval or None,
                 )  # fmt: skip
                 if rss:
                     last = 120 if quick else 500
@@ -157,7 +163,7 @@ def recover_(
     json: Json = False,
     markdown: Markdown = False,
 ) -> None:
-    """From SIGKILL of a trainer to its next completed step: from its shadow's memory, from disk, by torch.load."""
+    """From SIGKILL of a trainer to its next step: from its shadow's memory, a pool, the log, by torch.load, by DCP."""
     from everstep.bench import recover as bench
 
     def measure(place: str, told: Told) -> Found:
@@ -305,11 +311,11 @@ def _least(saver: Found) -> str:
     return f"{'' if saver['confirmed'] else '~'}{saver['interval']}"
 
 
-def _folder(given: str | None) -> str:
+def _folder(given: str | None, option: str = "--dir") -> str:
     from everstep.errors import UsageError
 
     if given is not None and not os.path.isdir(given):
-        raise UsageError(f"--dir {given} is not a folder: make it first, or give another")
+        raise UsageError(f"{option} {given} is not a folder: make it first, or give another")
     return given or tempfile.gettempdir()
 
 
@@ -334,7 +340,7 @@ def _show_overhead(found: Found) -> Shown:
     for m in found["measurements"]:
         background = sum(m["background_cpu_s_a_step"].values())
         rows.append(
-            (str(m["num_threads"]), str(m["tokens"]), f"{m['step_s'] * 1e3:.1f} ms", "everstep", _interval(m["ratio"]),
+            (str(m["num_threads"]), str(m["tokens"]), f"{m['step_s'] * 1e3:.1f} ms", _saved_with(m), _interval(m["ratio"]),
              f"{100 * m['training_thread_share']:.3f} %", f"{background * 1e3:.1f} ms", megabytes(m["bytes_a_step"]))
         )  # fmt: skip
         for name, peer in m.get("peers", {}).items():
@@ -342,6 +348,13 @@ def _show_overhead(found: Found) -> Shown:
     yield Table(
         ("threads", "tokens", "step", "saved with", "overhead (95 %)", "own time", "background CPU", "a step"), rows
     )
+
+
+def _saved_with(m: Found) -> str:
+    every = m["snapshot_interval"]
+    if every is None:
+        return f"everstep, {m['mode']}"
+    return f"everstep, {m['mode']} every {every:.3g}, pool on {m['pool_file_system']}"
 
 
 def _show_rss(found: Found) -> Shown:
