@@ -104,3 +104,15 @@ def test_growth_of_memory_is_reported_for_trainer_follower_and_training_without(
         assert slope["low"] <= slope["median"] <= slope["high"]
     assert found["trainer"]["peak_bytes"] >= found["trainer"]["last_quarter_bytes"] > 0
     assert os.listdir(tmp_path) == []
+
+
+def test_snapshots_are_measured_without_a_follower_and_leave_no_pool_behind(tmp_path):
+    (tmp_path / "pool").mkdir()
+    found = overhead.measure(
+        settings(tmp_path, mode="snapshot", snapshot_interval=2, pool=str(tmp_path / "pool"), wait_for_follower=True)
+    )
+    assert found["block_steps"] == 4 and found["snapshot_interval"] == 2
+    assert found["bit_equal_to_training_without"] is True
+    assert found["background_cpu_s_a_step"]["everstep-offload"] > 0
+    assert found["bytes_a_step"] > 12 * found["num_parameters"] / 2
+    assert os.listdir(tmp_path) == ["pool"] and os.listdir(tmp_path / "pool") == []

@@ -14,23 +14,20 @@ Everstep and none on those without.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
-import signal
 import tempfile
-import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 
 from everstep.bench import machine, peers, statistics, workloads
+from everstep.bench.background import Follower, threads_cpu_s, until_idle
 from everstep.bench.progress import Progress, silent
 from everstep.bench.workloads import Workload
-from everstep.follow.attend import ShadowKeeper
 from everstep.memory import same_bits
 from everstep.run import Run, attach
 
@@ -63,6 +60,10 @@ class Settings:
     mode: str = "delta"
     shadow: str = ""
     """With mode="shadow": the address of one that listens already; empty: a local one."""
+    pool: str = ""
+    """With mode="snapshot": a folder for the pool; empty: the run's own."""
+    snapshot_interval: int | None = 1
+    """With mode="snapshot": steps from one stored state to the next; None: as Everstep chooses."""
     early: bool = False
     """Gradients are handed over during backward."""
     codec: str = "none"
@@ -81,9 +82,12 @@ class _Copy:
 
     def attach(self, path: str, base_interval: int, settings: Settings) -> Run:
         """From now on batches come by way of the run."""
+        options: dict[str, Any] = {}
+        if settings.mode == "snapshot":
+            options = {"snapshot_interval": settings.snapshot_interval, "pool": settings.pool}
         run = attach(
             self.model, self.optimizer, path, mode=settings.mode, shadow=settings.shadow, base_interval=base_interval,
-            early=settings.early, compress=self.compressor, quiet=True,
+            early=settings.early, compress=self.compressor, quiet=True, **options,
         )  # fmt: skip
         run.resume()
         self.stream = run.steps(self._loader)
@@ -157,36 +161,6 @@ class Meter:
         return timed
 
 
-class _Follower:
-    """The run's follower process, which runs only while blocks with Everstep do."""
-
-    def __init__(self, run: Run) -> None:
-        self._keeper: Any = run._keeper
-
-    @property
-    def pid(self) -> int | None:
-        if isinstance(self._keeper, ShadowKeeper):
-            return self._keeper.shadow_pid()
-        process = self._keeper._process
-        return None if process is None or process.poll() is not None else int(process.pid)
-
-    def _signal(self, number: int) -> None:
-        pid = self.pid
-        if pid is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
-
-    def stop(self) -> None:
-        self._signal(signal.SIGSTOP)
-
-    def go_on(self) -> None:
-        self._signal(signal.SIGCONT)
-
-    def cpu_s(self) -> float:
-        pid = self.pid
-        return 0.0 if pid is None else machine.process_cpu_s(pid)
-
-
 @dataclass
 class _Totals:
     """Sums over blocks with Everstep."""
@@ -201,6 +175,7 @@ class _Totals:
     early_bytes: int = 0
     early_void_bytes: int = 0
     removed_bytes: int = 0
+    snapshots: int = 0
     compactions: int = 0
     follower_cpu_s: float = 0.0
     background_cpu_s: dict[str, float] = field(default_factory=dict)
@@ -212,16 +187,18 @@ def measure(settings: Settings, progress: Progress = silent) -> dict[str, Any]:
     before = torch.get_num_threads()
     torch.set_num_threads(settings.num_threads)
     top = tempfile.mkdtemp(prefix="everstep-bench-", dir=settings.folder)
+    pool = settings.pool and tempfile.mkdtemp(prefix="everstep-bench-", dir=settings.pool)
     try:
-        return _measure(settings, top, progress)
+        return _measure(replace(settings, pool=pool), top, progress)
     finally:
         torch.set_num_threads(before)
-        shutil.rmtree(top, ignore_errors=True)
+        for folder in filter(None, (top, pool)):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _measure(settings: Settings, top: str, progress: Progress) -> dict[str, Any]:
     copies = _Copy(settings.workload, settings.codec), _Copy(settings.workload, settings.codec)
-    block_steps = settings.block_steps or _calibrate(copies)
+    block_steps = _whole(settings.block_steps or _calibrate(copies), settings)
     orders = statistics.abba(settings.num_pairs, seed=settings.seed)
     half = (len(orders) + 1) // 2
     interval = settings.base_interval or min(200, max(4, 2 * half * block_steps // 4))
@@ -241,6 +218,12 @@ def _measure(settings: Settings, top: str, progress: Progress) -> dict[str, Any]
     if settings.num_peer_pairs:
         found["peers"] = _measure_peers(settings, copies[0], top, block_steps, progress)
     return found
+
+
+def _whole(block_steps: int, settings: Settings) -> int:
+    """So many steps, or some more, that a block ends with a stored state: else flush() would store one more."""
+    interval = settings.snapshot_interval if settings.mode == "snapshot" else None
+    return block_steps if interval is None else -(-block_steps // interval) * interval
 
 
 def _calibrate(copies: tuple[_Copy, _Copy]) -> int:
@@ -267,12 +250,12 @@ class _Session:
         self._block_steps = block_steps
         self._totals = totals
 
-    def run(self, orders: list[tuple[bool, bool, bool, bool]], done: int, told: Callable[[str, int], None]) -> int:
+    def run(self, orders: list[tuple[bool, ...]], done: int, told: Callable[[str, int], None]) -> int:
         """Measure these pairs; returns how many are done in all."""
         self._off.restart()
         self._meter = Meter(self._on.optimizer)
         run = self._run = self._on.attach(self._path, self._interval, self._settings)
-        self._follower = _Follower(run)
+        self._follower = Follower(run)
         self._meter.install(run)
         try:
             told("warming up", done)
@@ -298,7 +281,7 @@ class _Session:
 
     def _warm_up(self) -> None:
         """Everstep has learned, its first base is stored, its follower is up and has made one."""
-        wait = self._settings.wait_for_follower
+        wait = self._settings.wait_for_follower and self._settings.mode != "snapshot"
         for _ in range(max(WARM_STEPS, self._interval + 1 if wait else 0)):
             for copy in (self._on, self._off):
                 copy.train(1)
@@ -307,6 +290,7 @@ class _Session:
         deadline = time.monotonic() + FOLLOWER_START_S
         while wait and not self._run.stats()["follower_bases"] and time.monotonic() < deadline:
             time.sleep(0.05)
+        until_idle()
         self._follower.stop()
 
     def _block(self, is_on: bool) -> float:
@@ -316,7 +300,7 @@ class _Session:
             return time.perf_counter() - begun
         totals, meter = self._totals, self._meter
         self._follower.go_on()
-        threads, follower, own = background_cpu_s(), self._follower.cpu_s(), meter.seconds
+        threads, follower, own = threads_cpu_s(), self._follower.cpu_s(), meter.seconds
         begun = time.perf_counter()
         self._on.train(self._block_steps)
         self._run.commit()
@@ -324,8 +308,9 @@ class _Session:
         seconds = time.perf_counter() - begun
         totals.thread_s += meter.seconds - own
         totals.follower_cpu_s += max(0.0, self._follower.cpu_s() - follower)
-        for name, used in background_cpu_s().items():
+        for name, used in threads_cpu_s().items():
             totals.background_cpu_s[name] = totals.background_cpu_s.get(name, 0.0) + used - threads.get(name, 0.0)
+        until_idle()
         self._follower.stop()
         totals.steps += self._block_steps
         return seconds
@@ -334,7 +319,8 @@ class _Session:
         totals = self._totals
 
         def gained(key: str) -> Any:
-            return after[key] - before[key]
+            """0 for what a mode does not count."""
+            return after.get(key, 0) - before.get(key, 0)
 
         totals.counted_thread_s += gained("training_thread_s")
         totals.stall_s += gained("stall_s")
@@ -342,20 +328,12 @@ class _Session:
         totals.early_bytes += gained("early_bytes")
         totals.early_void_bytes += gained("early_void_bytes")
         totals.removed_bytes += gained("removed_bytes")
+        totals.snapshots += gained("snapshots")
         totals.compactions += gained("follower_bases")
         totals.bit_equal &= all(
             same_bits(a.detach(), b.detach())
             for a, b in zip(self._on.model.parameters(), self._off.model.parameters(), strict=True)
         )
-
-
-def background_cpu_s() -> dict[str, float]:
-    """Processor time of Everstep's threads in this process so far, by name."""
-    found: dict[str, float] = {}
-    for thread in threading.enumerate():
-        if thread.name.startswith("everstep-") and thread.native_id is not None:
-            found[thread.name] = found.get(thread.name, 0.0) + machine.thread_cpu_s(thread.native_id)
-    return found
 
 
 def _report(settings: Settings, totals: _Totals, copy: _Copy, block_steps: int, interval: int) -> dict[str, Any]:
@@ -372,6 +350,8 @@ def _report(settings: Settings, totals: _Totals, copy: _Copy, block_steps: int, 
         "durability": "step",
         "mode": settings.mode,
         "shadow": settings.shadow or ("local" if settings.mode == "shadow" else ""),
+        "pool_file_system": machine.file_system(settings.pool or settings.folder or tempfile.gettempdir()),
+        "snapshot_interval": totals.steps / totals.snapshots if totals.snapshots else None,
         "gradient_bytes": gradient_bytes,
         "early": settings.early,
         "codec": settings.codec,
@@ -449,7 +429,7 @@ def measure_rss(
     try:
         copy = _Copy(settings.workload, settings.codec)
         run = copy.attach(os.path.join(top, "run"), interval, settings)
-        follower = _Follower(run)
+        follower = Follower(run)
         own, other = [], []
         try:
             for step in range(last_step):

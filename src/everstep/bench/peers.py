@@ -83,16 +83,22 @@ class DcpSave:
             pending.result()
 
     def load(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Into these objects, whose optimizer must have stepped once: DCP fills tensors that are there."""
+        """Into these objects, from the last save, also of an object before this one."""
+        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
         from torch.distributed.checkpoint.state_dict_loader import load
 
+        if not optimizer.state:
+            get_optimizer_state_dict(model, optimizer)  # makes the state: DCP fills tensors that are there
         state = whole_state(model, optimizer)
-        load(state, checkpoint_id=self._folders[self._turn % 2], no_dist=True)
+        load(state, checkpoint_id=self._newest(), no_dist=True)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
 
+    def _newest(self) -> str:
+        return max(filter(os.path.exists, self._folders), key=os.path.getmtime)
+
     def files(self) -> list[str]:
-        folder = self._folders[self._turn % 2]
+        folder = self._newest()
         return [os.path.join(folder, name) for name in os.listdir(folder)]
 
 

@@ -4,8 +4,8 @@ A trainer process of the overhead benchmark's model is killed in mid-run and sta
 
     start       from the kill until the new process runs its first line
     import      torch, Everstep, model, optimizer, data
-    fetch       the state from the shadow's memory (from connecting to it), from disk, or by torch.load, verified and in
-                the live tensors
+    fetch       the state from the shadow's memory (from connecting to it), from a pool in memory or on disk, from the log,
+                or by torch.load or DCP's load; Everstep's are verified; in the live tensors
     begin       the rest of attach() and resume(): the run's listing, a new generation, watching
     step        the first step
 
@@ -25,18 +25,28 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
 import torch
 
+from everstep.bench import machine, peers
 from everstep.bench.progress import Progress, silent
 from everstep.bench.workloads import Workload
 from everstep.follow.recover import dismiss
 from everstep.store.runs import RunPath
 
-WAYS = ("shadow", "disk", "torch.load")
+RUNS: dict[str, dict[str, Any]] = {
+    "shadow": {"mode": "shadow"},
+    "disk": {},
+    "pool in memory": {"mode": "snapshot", "snapshot_interval": 1},
+    "pool on disk": {"mode": "snapshot", "snapshot_interval": 1},
+}
+"""Ways to recover that are runs, with what attach is given for them."""
+SOURCES = {"shadow": "shadow", "disk": "disk", "pool in memory": "pool", "pool on disk": "pool"}
+PEERS: dict[str, Callable[[str], peers.Peer]] = {"torch.load": peers.TorchSave, "dcp.load": peers.DcpSave}
+WAYS = (*RUNS, *PEERS)
 PARTS = ("total_s", "start_s", "import_s", "fetch_s", "begin_s", "step_s")
 WARM_STEPS = 12
 
@@ -49,7 +59,7 @@ train(began, **arguments)
 """
 
 
-def train(began: float, *, way: str, folder: str, workload: dict[str, Any]) -> None:
+def train(began: float, *, way: str, folder: str, memory: str, workload: dict[str, Any]) -> None:
     """In the trainer: resume, say when what was done, then train until killed."""
     torch.set_num_threads(1)
     from everstep.bench import workloads
@@ -58,51 +68,55 @@ def train(began: float, *, way: str, folder: str, workload: dict[str, Any]) -> N
     w = Workload(**workload)
     model, optimizer = workloads.build(w)
     batches = workloads.endless(workloads.batches(w))
-    file = os.path.join(folder, "state.pt")
+    path = os.path.join(folder, way)
+    steps = os.path.join(folder, f"{way}.step")
     built = time.time()
-    step, source = 0, way
-    if way == "torch.load":
-        if os.path.exists(file):
-            state = torch.load(file, weights_only=True)
-            model.load_state_dict(state["model"])
-            optimizer.load_state_dict(state["optimizer"])
-            step = state["step"]
+    step, source, run, peer = 0, way, None, None
+    if way in PEERS:
+        peer = PEERS[way](path)
+        if os.path.exists(steps):
+            with open(steps) as f:
+                step = int(f.read())
+            peer.load(model, optimizer)
         fetch_s = time.time() - built
     else:
-        mode = "shadow" if way == "shadow" else "delta"
-        run = attach(model, optimizer, os.path.join(folder, way), mode=mode, base_interval=1000, quiet=True)
+        options = RUNS[way] | ({"pool": memory} if way == "pool in memory" else {})
+        run = attach(model, optimizer, path, base_interval=1000, quiet=True, **options)
         step = run.resume()
         source, fetch_s = run.stats()["resumed_from"], run.stats()["fetch_s"]
     fetched = time.time()
     while True:
         workloads.train_step(model, optimizer, next(batches))
         step += 1
-        if way == "torch.load":
-            if step == WARM_STEPS:
-                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
-                torch.save(state, file)
-        else:
+        if run is not None:
             run.commit()
+        elif peer is not None and step == WARM_STEPS:
+            peer.save(model, optimizer)
+            peer.wait()
+            with open(steps, "w") as f:
+                f.write(str(step))
         told = {
             "step": step, "began": began, "built": built, "fetched": fetched, "fetch_s": fetch_s, "now": time.time(),
             "source": source,
-            "folded": run.stats().get("folded_step", step) if way == "shadow" else step,
+            "folded": run.stats().get("folded_step", step) if way == "shadow" and run is not None else step,
         }  # fmt: skip
         print(json.dumps(told), flush=True)
 
 
 def measure(
-    workload: Workload, *, num_repetitions: int = 5, folder: str | None = None, progress: Progress = silent
-) -> dict[str, Any]:
-    """All ways, by turns, as a plain dict."""
+    workload: Workload, *, num_repetitions: int = 5, folder: str | None = None, memory: str = "/dev/shm",
+    progress: Progress = silent,
+) -> dict[str, Any]:  # fmt: skip
+    """All ways, by turns, as a plain dict. `memory`: a folder for the pool in memory; where there is none, `folder`."""
     top = tempfile.mkdtemp(prefix="everstep-bench-", dir=folder)
+    pool = tempfile.mkdtemp(prefix="everstep-bench-", dir=memory if os.path.isdir(memory) else folder)
     found: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
     trainers: dict[str, _Trainer] = {}
     copies, copies_new = [], []
     try:
         for way in WAYS:
             progress(f"{way}: warming up", 0, num_repetitions)
-            trainers[way] = _Trainer(way, top, workload)
+            trainers[way] = _Trainer(way, top, pool, workload)
             trainers[way].train(WARM_STEPS)
             trainers[way].pause()
         for repetition in range(num_repetitions):
@@ -121,12 +135,14 @@ def measure(
         path = RunPath(os.path.join(top, "shadow"))
         if path.exists():
             dismiss(path, path.read_run().run, 1 << 30)
+        memory_file_system = machine.file_system(pool)
         shutil.rmtree(top, ignore_errors=True)
+        shutil.rmtree(pool, ignore_errors=True)
     ways = {way: {part: statistics.median(m[part] for m in found[way]) for part in PARTS} for way in WAYS}
     memcpy, memcpy_new = statistics.median(copies), statistics.median(copies_new)
     return {
-        "workload": asdict(workload), "num_repetitions": num_repetitions, "ways": ways, "all": found, "memcpy_s": memcpy,
-        "memcpy_new_s": memcpy_new, "state_bytes": _state_bytes(workload),
+        "workload": asdict(workload), "num_repetitions": num_repetitions, "memory_file_system": memory_file_system,
+        "ways": ways, "all": found, "memcpy_s": memcpy, "memcpy_new_s": memcpy_new, "state_bytes": _state_bytes(workload),
         "fetch_ratio": ways["shadow"]["fetch_s"] / memcpy, "fetch_ratio_new": ways["shadow"]["fetch_s"] / memcpy_new,
     }  # fmt: skip
 
@@ -134,9 +150,9 @@ def measure(
 class _Trainer:
     """A trainer process, killed and started again."""
 
-    def __init__(self, way: str, folder: str, workload: Workload) -> None:
+    def __init__(self, way: str, folder: str, memory: str, workload: Workload) -> None:
         self._way = way
-        self._arguments = json.dumps({"way": way, "folder": folder, "workload": asdict(workload)})
+        self._arguments = json.dumps({"way": way, "folder": folder, "memory": memory, "workload": asdict(workload)})
         self._steps = 0
         self._start()
 
@@ -164,12 +180,13 @@ class _Trainer:
         for _ in range(WARM_STEPS):  # it has stood still while others were measured
             self._told()
         killed = time.time()
-        self._process.kill()
-        self._process.wait()
+        self.end()
         self._start()
         told = self._told()
-        if self._way == "shadow" and told["source"] != "shadow":
-            raise AssertionError(f"the state came from {told['source']}, not from the shadow")
+        if told["source"] != SOURCES.get(self._way, self._way):
+            raise AssertionError(f"{self._way}: the state came from {told['source']}")
+        if told["step"] <= WARM_STEPS:
+            raise AssertionError(f"{self._way}: it went on at step {told['step']}")
         self.train(0)
         return {
             "total_s": told["now"] - killed, "start_s": told["began"] - killed, "import_s": told["built"] - told["began"],
@@ -186,6 +203,8 @@ class _Trainer:
     def end(self) -> None:
         self._process.kill()
         self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
 
 
 def _state_bytes(workload: Workload) -> int:

@@ -58,14 +58,19 @@ def _slope(x: _Floats, y: _Floats) -> float:
     return float((centred * (y - y.mean())).sum() / (centred * centred).sum())
 
 
-def abba(num_pairs: int, *, seed: int = 0) -> list[tuple[bool, bool, bool, bool]]:
-    """For each pair the order of its four blocks (True: on): on-off-off-on or off-on-on-off, by lot, as many of each.
+def mirrored(num_sides: int, num_rounds: int, *, seed: int = 0) -> list[tuple[int, ...]]:
+    """For each round the order of its blocks: every side once, then the same backwards; all are first equally often.
 
-    Within a pair any drift that is linear in time weighs on both sides alike.
+    Within a round any drift that is linear in time weighs on all sides alike.
     """
-    first_on = [i % 2 == 0 for i in range(num_pairs)]
-    random.Random(seed).shuffle(first_on)
-    return [(on, not on, not on, on) for on in first_on]
+    turns = [[(first + i) % num_sides for i in range(num_sides)] for first in range(num_rounds)]
+    random.Random(seed).shuffle(turns)
+    return [(*turn, *reversed(turn)) for turn in turns]
+
+
+def abba(num_pairs: int, *, seed: int = 0) -> list[tuple[bool, ...]]:
+    """For each pair the order of its four blocks (True: on): on-off-off-on or off-on-on-off, by lot, as many of each."""
+    return [tuple(side == 0 for side in order) for order in mirrored(2, num_pairs, seed=seed)]
 
 
 def pair_ratio(order: Sequence[bool], seconds: Sequence[float]) -> float:

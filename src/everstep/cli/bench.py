@@ -1,16 +1,17 @@
-"""`everstep bench overhead` and `everstep bench restore`: the numbers of this machine."""
+"""`everstep bench`: the numbers of this machine. Every verb measures and then tells, by `_measured`."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from everstep.cli.output import Json, Told, console, megabytes, print_json
+from everstep.cli.output import Json, Table, Told, megabytes, print_json, print_shown
 
 if TYPE_CHECKING:
     from everstep.bench.workloads import Workload
@@ -20,9 +21,30 @@ app = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
 Folder = Annotated[
     str | None, typer.Option("--dir", help="Folder to write runs in; without it the temporary one.", show_default=False)
 ]
+Markdown = Annotated[bool, typer.Option("--markdown", help="Print tables as Markdown.")]
 Quick = Annotated[bool, typer.Option("--quick", help="A tiny model and few blocks: to see that it works.")]
 Frames = Annotated[int, typer.Option(min=1, help="Steps to replay.")]
 Repetitions = Annotated[int, typer.Option(min=1)]
+
+Found = dict[str, Any]
+Shown = Iterable[Table | str]
+
+
+def _measured(
+    benchmark: str, measure: Callable[[str, Told], Found], show: Callable[[Found], Shown], *, folder: str | None, json: bool,
+    markdown: bool,
+) -> None:  # fmt: skip
+    """Measure in this folder, with progress on stderr; tell what was found and on which machine, as it was before."""
+    from everstep.bench import machine
+
+    place = _folder(folder)
+    found = {"benchmark": benchmark, "machine": machine.facts(place)}
+    with Told() as told:
+        found |= measure(place, told)
+    if json:
+        print_json(found)
+    else:
+        print_shown([_machine(found), *show(found)], markdown=markdown)
 
 
 @app.command("overhead")
@@ -42,7 +64,11 @@ def overhead(
         int | None, typer.Option(min=1, help="Steps between bases; without it four in each half.", show_default=False)
     ] = None,
     peers: Annotated[bool, typer.Option(help="Also measure torch.save and DCP async_save at every step.")] = True,
-    mode: Annotated[str, typer.Option(help="delta or shadow.")] = "delta",
+    mode: Annotated[str, typer.Option(help="delta, shadow or snapshot.")] = "delta",
+    pool: Annotated[str, typer.Option(help="With --mode snapshot: a folder for the pool; without it the run's own.")] = "",
+    interval: Annotated[
+        int, typer.Option(min=0, help="With --mode snapshot: steps between stored states; 0: as Everstep chooses.")
+    ] = 1,
     tcp: Annotated[bool, typer.Option("--tcp", help="With --mode shadow: a shadow behind TCP on loopback.")] = False,
     early: Annotated[bool, typer.Option("--early", help="Gradients are handed over during backward.")] = False,
     codec: Annotated[
@@ -52,6 +78,7 @@ def overhead(
     quick: Quick = False,
     folder: Folder = None,
     json: Json = False,
+    markdown: Markdown = False,
 ) -> None:
     """Time of training with every step saved over time without."""
     from everstep.bench import machine, recover
@@ -60,26 +87,31 @@ def overhead(
 
     if codec not in CODECS:
         raise typer.BadParameter(f"--codec must be one of {', '.join(CODECS)}, not {codec!r}")
-    folder = _folder(folder)
-    found = _begin("overhead", folder)
-    found["measurements"] = []
-    with Told() as told, recover.tcp_shadow(folder, base_interval or 200) if tcp else contextlib.nullcontext("") as address:
-        for num_threads in _threads(threads, machine.num_cores()):
-            for count in tokens or [1024]:
+    counts = _threads(threads, machine.num_cores())
+    pool = _folder(pool, "--pool") if pool else ""
+
+    def measure(place: str, told: Told) -> Found:
+        measurements = []
+        with recover.tcp_shadow(place, base_interval or 200) if tcp else contextlib.nullcontext("") as address:
+            for num_threads, count in itertools.product(counts, tokens or [1024]):
                 settings = bench.Settings(
                     workload=_workload(count, quick), num_threads=num_threads,
                     num_pairs=min(pairs, 4) if quick else pairs, block_steps=block_steps or (4 if quick else None),
                     base_interval=base_interval or (32 if quick else None),
-                    num_peer_pairs=(1 if quick else 3) if peers else 0, folder=folder,
+                    num_peer_pairs=(1 if quick else 3) if peers else 0, folder=place,
                     wait_for_follower=not quick, mode=mode, shadow=address, early=early, codec=codec,
+                    pool=pool, snapshot_interval=interval or None,
                 )  # fmt: skip
                 if rss:
                     last = 120 if quick else 500
                     measured = bench.measure_rss(settings, first_step=last // 5, last_step=last, progress=told)
                 else:
                     measured = bench.measure(settings, told)
-                found["measurements"].append(measured)
-    _tell(found, json, _print_rss if rss else _print_overhead)
+                measurements.append(measured)
+        return {"measurements": measurements}
+
+    show = _show_rss if rss else _show_overhead
+    _measured("overhead", measure, show, folder=folder, json=json, markdown=markdown)
 
 
 @app.command("frames")
@@ -88,15 +120,15 @@ def frames_(
     quick: Quick = False,
     folder: Folder = None,
     json: Json = False,
+    markdown: Markdown = False,
 ) -> None:
     """Bytes of a frame, by how gradients are compressed, against the full state."""
     from everstep.bench import frames as bench
 
-    folder = _folder(folder)
-    found = _begin("frames", folder)
-    with Told() as told:
-        measured = bench.measure(_workload(256, quick), num_steps=steps, folder=folder, progress=told)
-    _tell(found | measured, json, _print_frames)
+    def measure(place: str, told: Told) -> Found:
+        return bench.measure(_workload(256, quick), num_steps=steps, folder=place, progress=told)
+
+    _measured("frames", measure, _show_frames, folder=folder, json=json, markdown=markdown)
 
 
 @app.command("restore")
@@ -108,19 +140,19 @@ def restore(
     quick: Quick = False,
     folder: Folder = None,
     json: Json = False,
+    markdown: Markdown = False,
 ) -> None:
     """Time to restore a step over that of the reading and the arithmetic it takes."""
     from everstep.bench import restore as bench
 
-    folder = _folder(folder)
-    found = _begin("restore", folder)
-    settings = bench.Settings(
-        workload=_workload(tokens, quick), num_frames=min(frames, 6) if quick else frames,
-        num_repetitions=min(repetitions, 2) if quick else repetitions, folder=folder, peers=peers,
-    )  # fmt: skip
-    with Told() as told:
-        measured = bench.measure(settings, told)
-    _tell(found | measured, json, _print_restore)
+    def measure(place: str, told: Told) -> Found:
+        settings = bench.Settings(
+            workload=_workload(tokens, quick), num_frames=min(frames, 6) if quick else frames,
+            num_repetitions=min(repetitions, 2) if quick else repetitions, folder=place, peers=peers,
+        )  # fmt: skip
+        return bench.measure(settings, told)
+
+    _measured("restore", measure, _show_restore, folder=folder, json=json, markdown=markdown)
 
 
 @app.command("recover")
@@ -129,18 +161,17 @@ def recover_(
     quick: Quick = False,
     folder: Folder = None,
     json: Json = False,
+    markdown: Markdown = False,
 ) -> None:
-    """From SIGKILL of a trainer to its next completed step: from its shadow's memory, from disk, by torch.load."""
+    """From SIGKILL of a trainer to its next step: from its shadow's memory, a pool, the log, by torch.load, by DCP."""
     from everstep.bench import recover as bench
 
-    folder = _folder(folder)
-    found = _begin("recover", folder)
-    with Told() as told:
-        measured = bench.measure(
-            _workload(256, quick), num_repetitions=2 if quick else repetitions, folder=folder,
-            progress=told,
-        )  # fmt: skip
-    _tell(found | measured, json, _print_recover)
+    def measure(place: str, told: Told) -> Found:
+        return bench.measure(
+            _workload(256, quick), num_repetitions=2 if quick else repetitions, folder=place, progress=told
+        )
+
+    _measured("recover", measure, _show_recover, folder=folder, json=json, markdown=markdown)
 
 
 @app.command("reshard")
@@ -156,20 +187,60 @@ def reshard(
     quick: Quick = False,
     folder: Folder = None,
     json: Json = False,
+    markdown: Markdown = False,
 ) -> None:
     """Time to load a run under another number of ranks (FSDP2) over that under the same."""
     from everstep.bench import reshard as bench
 
-    folder = _folder(folder)
-    found = _begin("reshard", folder)
-    settings = bench.Settings(
-        workload=_workload(256, quick), source=source, targets=tuple(targets or (4, 1)),
-        num_frames=min(frames, 3) if quick else frames, num_repetitions=1 if quick else repetitions, folder=folder,
-        peers=peers,
-    )  # fmt: skip
-    with Told() as told:
-        measured = bench.measure(settings, told)
-    _tell(found | measured, json, _print_reshard)
+    def measure(place: str, told: Told) -> Found:
+        settings = bench.Settings(
+            workload=_workload(256, quick), source=source, targets=tuple(targets or (4, 1)),
+            num_frames=min(frames, 3) if quick else frames, num_repetitions=1 if quick else repetitions, folder=place,
+            peers=peers,
+        )  # fmt: skip
+        return bench.measure(settings, told)
+
+    _measured("reshard", measure, _show_reshard, folder=folder, json=json, markdown=markdown)
+
+
+@app.command("intervals")
+def intervals(
+    family: Annotated[
+        list[str] | None, typer.Option(help="A model family; may be given again; without it all six.", show_default=False)
+    ] = None,
+    mode: Annotated[
+        list[str] | None,
+        typer.Option(help="A way to save, Everstep's or another; may be given again; without it all.", show_default=False),
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="At each interval, of two blocks with and two without.")] = 5,
+    quick: Quick = False,
+    folder: Folder = None,
+    json: Json = False,
+    markdown: Markdown = False,
+) -> None:
+    """The smallest interval at which saving costs less than 5 % of training, for six model families and all ways to save."""
+    from everstep.bench import intervals as bench
+    from everstep.bench.families import FAMILIES
+    from everstep.bench.savers import WAYS
+
+    names, ways = _some("--family", family, FAMILIES), _some("--mode", mode, WAYS)
+    small: dict[str, Any] = {"num_rounds": rounds}
+    if quick:
+        small = {"num_rounds": 1, "block_s": 0.05, "most_interval": 3, "base_interval": 1000}
+
+    def measure(place: str, told: Told) -> Found:
+        return bench.measure(bench.Settings(families=names, ways=ways, folder=place, quick=quick, **small), told)
+
+    _measured("intervals", measure, _show_intervals, folder=folder, json=json, markdown=markdown)
+
+
+def _some(option: str, given: list[str] | None, known: Iterable[str]) -> list[str]:
+    """Those that were named, in any case; without any, all."""
+    by_name = {name.lower(): name for name in known}
+    for name in given or ():
+        if name.lower() not in by_name:
+            raise typer.BadParameter(f"{option} must be one of {', '.join(by_name.values())}, not {name!r}")
+    return list(dict.fromkeys(by_name[name.lower()] for name in given or by_name))
 
 
 def _workload(tokens: int, quick: bool) -> Workload:
@@ -179,63 +250,72 @@ def _workload(tokens: int, quick: bool) -> Workload:
     return workload.quick() if quick else workload
 
 
-def _begin(benchmark: str, folder: str) -> dict[str, Any]:
-    """What is told of every measurement, as it is before it."""
-    from everstep.bench import machine
-
-    return {"benchmark": benchmark, "machine": machine.facts(folder)}
-
-
-def _tell(found: dict[str, Any], json: bool, show: Callable[[dict[str, Any]], None]) -> None:
-    if json:
-        print_json(found)
-    else:
-        show(found)
+def _show_frames(found: Found) -> Shown:
+    rows = [
+        (codec, megabytes(each["frame_bytes"]), f"1/{each['times_smaller']:.1f}") for codec, each in found["codecs"].items()
+    ]
+    yield f"{found['num_parameters']:,} parameters, full state {megabytes(found['state_bytes'])}"
+    yield Table(("compressed by", "a step", "of the state"), rows)
 
 
-def _print_frames(found: dict[str, Any]) -> None:
-    console().print(f"{found['num_parameters']:,} parameters, full state {megabytes(found['state_bytes'])}")
-    for codec, each in found["codecs"].items():
-        size, times = megabytes(each["frame_bytes"]), each["times_smaller"]
-        console().print(f"  {codec:9} {size:>10} a step, 1/{times:.1f} of the state")
-
-
-def _print_reshard(found: dict[str, Any]) -> None:
-    from rich.table import Table
-
-    table = Table("ranks", "everstep", "over the same layout", "over a run of their own", "dcp")
+def _show_reshard(found: Found) -> Shown:
+    rows = []
     for n, seconds in found["median_s"]["everstep"].items():
         dcp = found["median_s"].get("dcp", {}).get(n)
         ratios = (found[key].get(n) for key in ("ratio", "ratio_to_own"))
-        table.add_row(
-            f"{found['source_ranks']} -> {n}", f"{seconds:.3f} s", *("" if r is None else f"{r:.2f}" for r in ratios),
-            "" if dcp is None else f"{dcp:.3f} s",
+        rows.append(
+            (f"{found['source_ranks']} -> {n}", f"{seconds:.3f} s", *("" if r is None else f"{r:.2f}" for r in ratios),
+             "" if dcp is None else f"{dcp:.3f} s")
         )  # fmt: skip
-    _print_machine(found)
-    console().print(table)
+    yield Table(("ranks", "everstep", "over the same layout", "over a run of their own", "dcp"), rows)
 
 
-def _print_recover(found: dict[str, Any]) -> None:
-    from rich.table import Table
-
-    table = Table("from", "kill to next step", "start", "import and build", "fetch", "begin", "first step")
+def _show_recover(found: Found) -> Shown:
     parts = ("total_s", "start_s", "import_s", "fetch_s", "begin_s", "step_s")
-    for name, m in found["ways"].items():
-        table.add_row(name, *(f"{m[part]:.3f} s" for part in parts))
-    _print_machine(found)
-    console().print(table)
-    console().print(
+    rows = [(name, *(f"{m[part]:.3f} s" for part in parts)) for name, m in found["ways"].items()]
+    yield Table(("from", "kill to next step", "start", "import and build", "fetch", "begin", "first step"), rows)
+    yield (
         f"one memcpy of the state ({megabytes(found['state_bytes'])}): {found['memcpy_s']:.3f} s; fetching from the shadow "
         f"takes {found['fetch_ratio']:.2f} times that; one into new memory: {found['memcpy_new_s']:.3f} s, "
         f"{found['fetch_ratio_new']:.2f} times that"
     )
 
 
-def _folder(given: str | None) -> str:
+def _show_intervals(found: Found) -> Shown:
+    names = [name for family in found["families"].values() for name in family["savers"]]
+    names = list(dict.fromkeys(names))
+    rows, details = [], []
+    for family, f in found["families"].items():
+        sizes = (f"{f['num_parameters'] / 1e6:.1f} M", megabytes(f["state_bytes"]), f"{f['step_s'] * 1e3:.0f} ms")
+        rows.append((family, *sizes, *(_least(f["savers"][name]) for name in names)))
+        for name in names:
+            for point in f["savers"][name]["points"]:
+                overhead = {key: 1 + value for key, value in point["overhead"].items()}
+                details.append(
+                    (family, name, str(point["interval"]), _interval(overhead), f"{point['save_s'] * 1e3:.1f} ms",
+                     str(point["num_rounds"]), str(point["block_steps"]))
+                )  # fmt: skip
+    yield f"Smallest interval in steps at which saving costs less than {found['limit']:.0%} ({found['num_threads']} thread):"
+    yield Table(("family", "parameters", "state", "step", *names), rows)
+    yield "(~: one step less was not measured. -: over the limit wherever it was measured.)"
+    yield Table(("family", "saved by", "every", "overhead (95 %)", "one save costs", "rounds", "steps a block"), details)
+    yield (
+        f"Bases of Everstep's every {found['base_interval']} steps; pools in memory on {found['memory_file_system']}; "
+        f"measured in {found['seconds'] / 60:.0f} min."
+    )
+
+
+def _least(saver: Found) -> str:
+    if saver["interval"] is None:
+        return "-"
+    return f"{'' if saver['confirmed'] else '~'}{saver['interval']}"
+
+
+def _folder(given: str | None, option: str = "--dir") -> str:
     from everstep.errors import UsageError
 
     if given is not None and not os.path.isdir(given):
-        raise UsageError(f"--dir {given} is not a folder: make it first, or give another")
+        raise UsageError(f"{option} {given} is not a folder: make it first, or give another")
     return given or tempfile.gettempdir()
 
 
@@ -255,57 +335,54 @@ def _interval(ratio: dict[str, float]) -> str:
     return f"{_percent(ratio['median'])} ({_percent(ratio['low'])} to {_percent(ratio['high'])})"
 
 
-def _print_overhead(found: dict[str, Any]) -> None:
-    from rich.table import Table
-
-    table = Table("threads", "tokens", "step", "saved with", "overhead (95 %)", "own time", "background CPU", "a step")
+def _show_overhead(found: Found) -> Shown:
+    rows = []
     for m in found["measurements"]:
         background = sum(m["background_cpu_s_a_step"].values())
-        table.add_row(
-            str(m["num_threads"]), str(m["tokens"]), f"{m['step_s'] * 1e3:.1f} ms", "everstep", _interval(m["ratio"]),
-            f"{100 * m['training_thread_share']:.3f} %", f"{background * 1e3:.1f} ms", megabytes(m["bytes_a_step"]),
+        rows.append(
+            (str(m["num_threads"]), str(m["tokens"]), f"{m['step_s'] * 1e3:.1f} ms", _saved_with(m), _interval(m["ratio"]),
+             f"{100 * m['training_thread_share']:.3f} %", f"{background * 1e3:.1f} ms", megabytes(m["bytes_a_step"]))
         )  # fmt: skip
         for name, peer in m.get("peers", {}).items():
-            table.add_row("", "", "", name, _interval(peer["ratio"]), "", "", megabytes(peer["bytes_a_step"]))
-    _print_machine(found)
-    console().print(table)
+            rows.append(("", "", "", name, _interval(peer["ratio"]), "", "", megabytes(peer["bytes_a_step"])))
+    yield Table(
+        ("threads", "tokens", "step", "saved with", "overhead (95 %)", "own time", "background CPU", "a step"), rows
+    )
 
 
-def _print_rss(found: dict[str, Any]) -> None:
-    from rich.table import Table
+def _saved_with(m: Found) -> str:
+    every = m["snapshot_interval"]
+    if every is None:
+        return f"everstep, {m['mode']}"
+    return f"everstep, {m['mode']} every {every:.3g}, pool on {m['pool_file_system']}"
 
-    table = Table("threads", "tokens", "process", "bytes a step (95 %)", "first quarter", "last quarter", "peak")
+
+def _show_rss(found: Found) -> Shown:
+    rows = []
     for m in found["measurements"]:
         for name in ("trainer", "follower", "without"):
             grown, slope = m[name], m[name]["slope_bytes_a_step"]
-            table.add_row(
-                str(m["num_threads"]), str(m["tokens"]), name,
-                f"{slope['median']:,.0f} ({slope['low']:,.0f} to {slope['high']:,.0f})",
-                megabytes(grown["first_quarter_bytes"]), megabytes(grown["last_quarter_bytes"]),
-                megabytes(grown["peak_bytes"]),
+            rows.append(
+                (str(m["num_threads"]), str(m["tokens"]), name,
+                 f"{slope['median']:,.0f} ({slope['low']:,.0f} to {slope['high']:,.0f})",
+                 megabytes(grown["first_quarter_bytes"]), megabytes(grown["last_quarter_bytes"]),
+                 megabytes(grown["peak_bytes"]))
             )  # fmt: skip
-    _print_machine(found)
-    console().print(table)
+    yield Table(("threads", "tokens", "process", "bytes a step (95 %)", "first quarter", "last quarter", "peak"), rows)
 
 
-def _print_restore(found: dict[str, Any]) -> None:
-    from rich.table import Table
-
-    table = Table("what", "median", "")
-    for name, seconds in found["median_s"].items():
-        table.add_row(name, f"{seconds:.3f} s", f"{found['num_bytes'] / seconds / 1e9:.2f} GB/s" if "load" not in name
-                      else "")  # fmt: skip
-    _print_machine(found)
-    console().print(table)
-    console().print(
+def _show_restore(found: Found) -> Shown:
+    rows = [
+        (name, f"{seconds:.3f} s", "" if "load" in name else f"{found['num_bytes'] / seconds / 1e9:.2f} GB/s")
+        for name, seconds in found["median_s"].items()
+    ]
+    yield Table(("what", "median", ""), rows)
+    yield (
         f"restore takes {found['ratio']:.2f} times the slower of raw read and raw fold "
         f"({found['num_frames']} frames, {megabytes(found['num_bytes'])})"
     )
 
 
-def _print_machine(found: dict[str, Any]) -> None:
+def _machine(found: Found) -> str:
     m = found["machine"]
-    console().print(
-        f"{m['cpu']}, {m['cores']} cores, torch {m['torch']}, {m['file_system']}, load {m['load_average']:.1f}",
-        markup=False,
-    )
+    return f"{m['cpu']}, {m['cores']} cores, torch {m['torch']}, {m['file_system']}, load {m['load_average']:.1f}"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Annotated, Any
 
@@ -23,6 +25,34 @@ def console() -> Console:
 
 def print_json(document: Any) -> None:
     sys.stdout.write(json.dumps(document, indent=2) + "\n")
+
+
+@dataclass(frozen=True)
+class Table:
+    """Headings, and rows of as many cells."""
+
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def markdown(self) -> str:
+        lines = [self.headings, ["---"] * len(self.headings), *self.rows]
+        return "".join("| " + " | ".join(cells) + " |\n" for cells in lines)
+
+
+def print_shown(shown: Iterable[Table | str], *, markdown: bool = False) -> None:
+    """Tables and sentences, for people or for a document."""
+    from rich.table import Table as Drawn
+
+    for each in shown:
+        if markdown:
+            sys.stdout.write((each if isinstance(each, str) else "\n" + each.markdown()) + "\n")
+        elif isinstance(each, str):
+            console().print(each, markup=False)
+        else:
+            drawn = Drawn(*each.headings)
+            for row in each.rows:
+                drawn.add_row(*row)
+            console().print(drawn)
 
 
 def megabytes(num_bytes: float) -> str:
