@@ -464,7 +464,7 @@ class States:
 
     def _learn(self, job: _Job, took_s: float) -> None:
         """By the thread, after a state was stored: what it cost, and how often that can be afforded."""
-        leaving, size = job.leaving, max(job.live.num_bytes, 1)
+        leaving = job.leaving
         self._copied_bytes = leaving.copied_bytes
         self.last_trace = (job.committed_at, leaving.trace)
         if self.num_stored == 1:
