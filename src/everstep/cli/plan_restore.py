@@ -39,7 +39,7 @@ def describe(plan: Plan) -> dict[str, Any]:
         "base": {
             "step": plan.base.step,
             "folder": plan.base_folder,
-            "bytes": sum(plan.base.files.values()),
+            "bytes": plan.base.num_bytes,
         },
         "frames": [
             {"step": f.step, "path": f.path, "offset": f.offset, "bytes": f.end_offset - f.offset} for f in plan.frames

@@ -31,7 +31,7 @@ def describe(listing: Listing) -> dict[str, Any]:
         "steps": newest.steps(),
         "durable_step": newest.durable_step,
         "timelines": [_timeline(listing, number) for number in sorted(listing.timelines)],
-        "problems": newest.problems,
+        "problems": newest.problems + listing.pool_problems,
     }
 
 
@@ -46,9 +46,10 @@ def _timeline(listing: Listing, number: int) -> dict[str, Any]:
         "generations": sorted(timeline.generations),
         "steps": line_of(listing, timeline=number).steps() if timeline.generations else [],
         "bases": [
-            {"step": step, "bytes": sum(manifest.files.values()), "made_by": manifest.audit}
+            {"step": step, "bytes": manifest.num_bytes, "made_by": manifest.audit}
             for step, manifest in sorted(timeline.bases.items())
         ],
+        "pool": sorted(m.step for m, _ in listing.slots if m.timeline == number),
         "num_segments": len(timeline.segments),
         "log_bytes": sum(segment.num_bytes for segment in timeline.segments),
     }
@@ -61,13 +62,15 @@ def _print(found: dict[str, Any]) -> None:
 
     out = console()
     out.print(f"{found['run']}: steps {describe_steps(found['steps']) or 'none yet'}", markup=False)
-    table = Table("timeline", "from", "steps", "bases", "base size", "log size", box=None)
+    has_pool = any(t["pool"] for t in found["timelines"])
+    table = Table("timeline", "from", "steps", "bases", "base size", "log size", *["pool"] * has_pool, box=None)
     for t in found["timelines"]:
         origin = "start" if t["parent"] is None else f"timeline {t['parent']}, step {t['fork_step']}"
         table.add_row(
             str(t["timeline"]), origin, describe_steps(t["steps"]) or "none",
             ", ".join(str(b["step"]) for b in t["bases"]) or "none",
             megabytes(sum(b["bytes"] for b in t["bases"])), megabytes(t["log_bytes"]),
+            *[describe_steps(t["pool"]) or "none"] * has_pool,
         )  # fmt: skip
     out.print(table)
     for problem in found["problems"]:

@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
                 manifest = compactor.write_base(direct=args.direct)
                 event = {
                     "event": "base", "step": manifest.step, "proven": compactor.proven, "fold_s": folded_s,
-                    "num_folded": 0 if before is None else step - before, "num_bytes": sum(manifest.files.values()),
+                    "num_folded": 0 if before is None else step - before, "num_bytes": manifest.num_bytes,
                 }  # fmt: skip
         except AuditError as e:
             event = {"event": "mismatch", "step": e.step, "message": str(e)}

@@ -156,6 +156,11 @@ class Manifest(msgspec.Struct):
     fingerprint: dict[str, Any] = {}
 
     @property
+    def num_bytes(self) -> int:
+        """That it takes; a pool's file holds other slots, too."""
+        return sum(t.num_bytes for t in self.tensors) if self.in_pool else sum(self.files.values())
+
+    @property
     def in_pool(self) -> bool:
         """Whether this is a slot of a pool."""
         return any(name.endswith(".pool") for name in self.files)

@@ -183,7 +183,7 @@ class History:
         report.problems += line.problems
         for step, (manifest, folder) in sorted(line.bases.items()):
             report.num_bases += 1
-            report.num_bytes += sum(manifest.files.values())
+            report.num_bytes += manifest.num_bytes
             _checked(report, lambda m=manifest, f=folder: check_base(f, m))  # type: ignore[misc]
             if manifest.step != step:
                 report.problems.append(f"{folder} says that it is step {manifest.step}")

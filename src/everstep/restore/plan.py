@@ -41,12 +41,12 @@ class Plan:
 
     @property
     def num_bytes(self) -> int:
-        return sum(self.base.files.values()) + sum(f.end_offset - f.offset for f in self.frames)
+        return self.base.num_bytes + sum(f.end_offset - f.offset for f in self.frames)
 
     def __str__(self) -> str:
         lines = [
             f"restore step {self.step} (timeline {self.timeline}, generation {self.generation})",
-            f"  base   step {self.base.step:>9}  {sum(self.base.files.values()) / 1e6:10.1f} MB  {self.base_folder}",
+            f"  base   step {self.base.step:>9}  {self.base.num_bytes / 1e6:10.1f} MB  {self.base_folder}",
         ]
         by_file: dict[str, list[FrameEntry]] = {}
         for frame in self.frames:
