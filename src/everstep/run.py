@@ -176,6 +176,8 @@ class Run:
         self._source = ""
         self._shares: list[frozenset[int]] = []
         """What each of several shadows keeps, if they have been asked."""
+        self._pools_before: list[str] = []
+        """Folders of pools that earlier generations wrote, and nobody else writes."""
         self._old_pools: list[str] = []
         """Folders of pools whose state has been taken over, and that are not needed when it is on disk."""
         self._dismiss_later = False
@@ -287,6 +289,8 @@ class Run:
             raise UsageError(f"already resumed at step {self._resumed}; attach again to resume another step")
         begun = time.perf_counter()
         listing = read_listing(self._path)
+        folders = {self._path.pool(g.pool) for g in listing.generations().values() if g.pool}
+        self._pools_before = sorted(f for f in folders if self._path.is_own_pool(self._document.run, f))
         for _, problem in listing.pool_problems:
             self._say(f"everstep: {self.path}: {problem}")
         if self._ranks.size > 1 or self._is_in_parts(listing, step):
@@ -570,7 +574,7 @@ class Run:
         self._source = "shadow" if offer is not None else "pool" if in_pool else "disk"
         self._last_cursor = {**cursor, "rng": rng.capture()}
         if self._leaves_pool(in_pool) and not fork:
-            self._old_pools = self._pools_before()
+            self._old_pools = self._pools_before
         if fork or self._dismiss_later or self._leaves_pool(in_pool) or _computes_differently(restored.fingerprint):
             self._take_base()
         else:
@@ -652,7 +656,7 @@ class Run:
             for rank in range(ranks.size, was):  # nobody goes on with these
                 recover.dismiss(self._path.part(rank), self._document.run, generation, wait_s=0.0)
         if self._leaves_pool(in_pool) and not is_new:
-            self._old_pools = self._pools_before()
+            self._old_pools = self._pools_before
         if is_new or self._dismiss_later or self._leaves_pool(in_pool) or _computes_differently(restored.fingerprint):
             self._take_base()
         else:
@@ -854,11 +858,6 @@ class Run:
         """Of the pools that this run writes, as a generation says it; empty: it writes none."""
         return self._path.pool_name(self._document.run, self._options.pool) if self._mode == "snapshot" else ""
 
-    def _pools_before(self) -> list[str]:
-        """Folders of pools that earlier generations wrote, and nobody else writes."""
-        folders = {self._path.pool(g.pool) for g in read_listing(self._path).generations().values() if g.pool}
-        return sorted(f for f in folders if self._path.is_own_pool(self._document.run, f))
-
     def _num_slots(self) -> int:
         return self._options.pool_slots or (3 if self._ranks.size == 1 else 4)
 
@@ -876,7 +875,7 @@ class Run:
         pools = Pools(
             folder, run=self._document.run, rank=ranks.rank, generation=destination.generation, world_size=ranks.size,
             num_slots=self._num_slots(),
-            medium=medium, before=self._pools_before(),
+            medium=medium, before=self._pools_before,
             on_begun=lambda: self._path.pool_has_begun(destination.timeline, destination.generation),
         )  # fmt: skip
         states = self._capture = States(

@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from everstep.atoms import Layout
 from everstep.errors import CorruptionError, PoolError, StorageError
