@@ -106,6 +106,9 @@ class PoolError(EverstepError):
 class PoolFullError(PoolError):
     """What is to be stored beside the tensors does not fit into the place that the pool has for it."""
 
+    num_bytes: int = 0
+    """What it would take."""
+
 
 class CursorError(EverstepError):
     """The recorded data position does not fit the loader that was given."""

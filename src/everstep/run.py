@@ -49,7 +49,7 @@ from everstep.follow import recover
 from everstep.follow.arena import DamagedStateError
 from everstep.follow.attend import ShadowKeeper, available_bytes
 from everstep.follow.fetch import find_all
-from everstep.follow.keeper import Keeper
+from everstep.follow.keeper import Keeper, common_base
 from everstep.follow.shares import Partition, coupled, share_out
 from everstep.follow.ship import STAGE_BYTES, RemoteShadow
 from everstep.follow.tuned import Tuned, choose_mode
@@ -60,7 +60,7 @@ from everstep.ranks import Holding, Ranks, aliases_of, assign, check_replicas, h
 from everstep.restore.apply import apply, check_fits
 from everstep.restore.execute import Restored, check_before_replay, restore
 from everstep.restore.history import Step
-from everstep.restore.join import Era, Joint, set_back
+from everstep.restore.join import Era, Joint, set_back, warn_if_set_back
 from everstep.restore.plan import Line, line_files, line_of
 from everstep.store import files, shared
 from everstep.store.log import DiskPlace, LogWriter
@@ -176,6 +176,10 @@ class Run:
         self._source = ""
         self._shares: list[frozenset[int]] = []
         """What each of several shadows keeps, if they have been asked."""
+        self._pools_before: list[str] = []
+        """Folders of pools that earlier generations wrote, and nobody else writes."""
+        self._old_pools: list[str] = []
+        """Folders of pools whose state has been taken over, and that are not needed when it is on disk."""
         self._dismiss_later = False
         """A shadow has what is on no disk yet, and is not needed when it is."""
         self._torn = False
@@ -285,7 +289,9 @@ class Run:
             raise UsageError(f"already resumed at step {self._resumed}; attach again to resume another step")
         begun = time.perf_counter()
         listing = read_listing(self._path)
-        for problem in listing.pool_problems:
+        folders = {self._path.pool(g.pool) for g in listing.generations().values() if g.pool}
+        self._pools_before = sorted(f for f in folders if self._path.is_own_pool(self._document.run, f))
+        for _, problem in listing.pool_problems:
             self._say(f"everstep: {self.path}: {problem}")
         if self._ranks.size > 1 or self._is_in_parts(listing, step):
             at = self._resume_parts(step)
@@ -342,6 +348,8 @@ class Run:
             if not self._base_ready and not capture.errors() and capture.is_as_committed():
                 capture.take_base(self._last_cursor, self._on_base, copy=True).wait()
         self._look_at_errors(capture)
+        if self._unprotected_since is None:
+            self._warn_if_not_stored(capture)
 
     def stats(self) -> dict[str, Any]:
         """Numbers about this run since it was attached; after close() the last ones."""
@@ -439,6 +447,8 @@ class Run:
                     self._begin_new(listing)
                     return 0
                 try:
+                    if offer is None and step == "latest":
+                        warn_if_set_back(self._path, Era([line]), asked)
                     return self._restore_and_begin(listing, line, asked, step, offer)
                 except DamagedStateError as e:
                     assert offer is not None
@@ -563,6 +573,8 @@ class Run:
         self._proven = restored.proven
         self._source = "shadow" if offer is not None else "pool" if in_pool else "disk"
         self._last_cursor = {**cursor, "rng": rng.capture()}
+        if self._leaves_pool(in_pool) and not fork:
+            self._old_pools = self._pools_before
         if fork or self._dismiss_later or self._leaves_pool(in_pool) or _computes_differently(restored.fingerprint):
             self._take_base()
         else:
@@ -643,6 +655,8 @@ class Run:
         if ranks.rank == 0:
             for rank in range(ranks.size, was):  # nobody goes on with these
                 recover.dismiss(self._path.part(rank), self._document.run, generation, wait_s=0.0)
+        if self._leaves_pool(in_pool) and not is_new:
+            self._old_pools = self._pools_before
         if is_new or self._dismiss_later or self._leaves_pool(in_pool) or _computes_differently(restored.fingerprint):
             self._take_base()
         else:
@@ -709,12 +723,12 @@ class Run:
         }
 
     def _apply(self, restored: Restored, cursor: dict[str, Any]) -> None:
+        restored.state.need_all()  # nothing live has been touched when damage is found
+        restored.state.close()
         # Extras first: loading a scheduler may touch the optimizer's groups, and what was recorded has the last word.
         cursors.load_extras(self._extras, cursor["extras"])
         if self._compress is not None and "compress" in cursor:
             self._compress.set_position(cursor["compress"]["at"])
-        restored.state.need_all()
-        restored.state.close()
         apply(restored.state, self._models, self._optimizers, self._declared)
         rng.install(cursor["rng"])
 
@@ -735,6 +749,7 @@ class Run:
         if self._compress is not None:
             self._look_at_buckets()
         self._open_generation(timeline, generation, parent, step, asked_step)
+        self._path.remove_after(timeline, step)
         self._start(listing.shared, timeline, generation, step)
 
     def _open_generation(
@@ -841,10 +856,7 @@ class Run:
 
     def _pool_folder(self) -> str:
         """Of the pools that this run writes, as a generation says it; empty: it writes none."""
-        if self._mode != "snapshot":
-            return ""
-        place = self._options.pool
-        return os.path.join(os.path.abspath(place), f"everstep-pool-{self._document.run}") if place else "pool"
+        return self._path.pool_name(self._document.run, self._options.pool) if self._mode == "snapshot" else ""
 
     def _num_slots(self) -> int:
         return self._options.pool_slots or (3 if self._ranks.size == 1 else 4)
@@ -863,7 +875,8 @@ class Run:
         pools = Pools(
             folder, run=self._document.run, rank=ranks.rank, generation=destination.generation, world_size=ranks.size,
             num_slots=self._num_slots(),
-            medium=medium,
+            medium=medium, before=self._pools_before,
+            on_begun=lambda: self._path.pool_has_begun(destination.timeline, destination.generation),
         )  # fmt: skip
         states = self._capture = States(
             self._inventory, self._optimizers, step, pools, destination,
@@ -1022,9 +1035,12 @@ class Run:
         first = not self._base_ready
         self._base_ready = True
         if first:
-            self._durable = max(self._durable, snapshot.step, capture.synced_step)
+            self._durable = max(self._durable, capture.synced_step)
+        if first or isinstance(capture, States):  # elsewhere the log has told of this step before
+            self._durable = max(self._durable, snapshot.step)
             files.note(f"durable {self._durable}")
         self._keeper.base_done(snapshot.step, capture.stored_bytes)
+        self._drop_pools(capture, snapshot.step)
         if self._dismiss_later:
             self._dismiss_later = False
             recover.dismiss(self._path, self._document.run, capture.generation)
@@ -1115,19 +1131,43 @@ class Run:
         capture.close(finish=healthy)
         if finish and healthy:
             self._leave_pools(keeper)
-        if self._base_ready and healthy:
+        if self._base_ready and healthy and isinstance(capture, Capture):
             self._durable = max(self._durable, capture.step if not capture.errors() else self._durable)
         errors = capture.errors()
+        if finish and not errors:
+            self._warn_if_not_stored(capture)
         if errors and finish:
             raise StorageError(
                 f"{self.path}: steps after {self._durable} could not be stored: {errors[0]}"
             ) from errors[0]
 
+    def _warn_if_not_stored(self, capture: Capture | States) -> None:
+        if isinstance(capture, States) and self._durable < capture.step:
+            warnings.warn(
+                f"{self.path}: step {capture.step} is not stored: it was not due, and the state has changed since it was "
+                f"committed. Step {self._durable} is. Flush or close right after a commit, or use snapshot_interval=1",
+                UnprotectedWarning,
+                stacklevel=4,
+            )
+
     def _leave_pools(self, keeper: Keeper | None) -> None:
         """Pools outside the run's folder are not left behind when the last step is on disk."""
         capture = self._capture
         if isinstance(capture, States) and self._options.pool and keeper is not None and keeper.base_step == capture.step:
-            remove_pools(self._path.pool(self._pool_folder()), self._ranks.rank)
+            self._old_pools = [self._path.pool(self._pool_folder())]
+            self._drop_pools(capture, capture.step)
+
+    def _drop_pools(self, capture: Capture | States, step: int) -> None:
+        """A base of this step is stored. If every rank has it, pools that are not needed any more go, by whoever is last."""
+        folders, ranks = self._old_pools, range(self._ranks.size)
+        if not folders or common_base(self._path, capture.timeline, len(ranks)) < step:
+            return
+        self._old_pools = []
+        for rank in ranks:
+            if self._mode == "snapshot":
+                self._path.part(rank).pool_is_not_needed(capture.timeline, capture.generation)
+            for folder in folders:
+                remove_pools(folder, rank)
 
     def _at_exit(self) -> None:
         self.close()

@@ -32,7 +32,7 @@ from everstep.ranks import Holding, Ranks
 from everstep.restore.apply import check_fits
 from everstep.restore.execute import Restored, warn_if_unproven
 from everstep.restore.history import Step
-from everstep.restore.join import Joint, Source, fetch, joint_of, order_like, set_back
+from everstep.restore.join import Joint, Source, fetch, joint_of, order_like, set_back, warn_if_set_back
 from everstep.restore.plan import Line, line_of
 from everstep.store.runs import Listing, RunPath, read_listing
 
@@ -85,6 +85,8 @@ class Together:
             self.say(f"everstep: restoring step {at} of {self.path.path} …")
             if not self._restore_all(Source(joint.find(at), at), full, held, restored, may_set_back=step == "latest"):
                 at, source = ranks.first("choose an older step", lambda: self._choose_step(step, [], holding, []))
+        if joint is not None and restored and source == "disk" and step == "latest" and at is not None and not ranks.rank:
+            warn_if_set_back(self.path, joint.find(at), at)
         return Found(at, source == "memory", joint, restored[0] if restored else None)
 
     def _restore_all(

@@ -106,6 +106,10 @@ class Capture:
         return self._destination.generation
 
     @property
+    def timeline(self) -> int:
+        return self._destination.timeline
+
+    @property
     def layout(self) -> Layout:
         return self._inventory.layout
 

@@ -14,17 +14,22 @@ from functools import partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
+import torch
 
 from everstep.atoms import PIECE_ELEMENTS
 from everstep.capture.live import Described
 from everstep.format.documents import Manifest, StoredTensor
 from everstep.memory import Bytes, new_pages, plain, view_bytes
-from everstep.store.bases import piece_sum
+from everstep.store.bases import Slot, piece_sum
 
 SECOND_LOOK_BYTES = 16 << 20
 LOOK_AT_PIECES = 8
 """So much, and so many pieces further each time, is hashed once more before the next update: an edit that no version counter
 shows is found."""
+
+FIRST_LOOK_BYTES = 1 << 20
+"""So much, other pieces each time, is hashed at the commit itself: an edit that no version counter shows is then found, too,
+if it came before the tensor had left."""
 
 GIVE_WAY_S = 0.05
 """At most, for each piece: a reduction that hangs must not keep states from leaving."""
@@ -98,6 +103,15 @@ class Staging(Room):
         self._used = 0
 
 
+def _piece_bytes(slot: Slot) -> int:
+    return PIECE_ELEMENTS * slot.dtype.itemsize
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether its bytes can be looked at where they are."""
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
 class Leaving:
     """One state. Made on the training thread while it is S(step); carried by another."""
 
@@ -127,6 +141,7 @@ class Leaving:
         self._lock = threading.Lock()
         self._moved = threading.Condition(self._lock)
         self._over = False
+        self._first_look: dict[tuple[int, int], int] = {}
         self.edited: list[int] = []
         """uids of what was changed too early."""
         self.copy_s = 0.0
@@ -135,6 +150,31 @@ class Leaving:
         """What happened, in the order in which it ended."""
 
     # -- the training thread ------------------------------------------------------------------------------------------
+
+    def first_look(self, turn: int) -> None:
+        """At the commit: what some of it is, to be compared with what arrives."""
+        pieces = self._pieces([-(-max(slot.num_bytes, 1) // _piece_bytes(slot)) for slot in self._live.slots])
+        left = FIRST_LOOK_BYTES
+        for k in range(len(pieces)):
+            index, piece = pieces[(turn + k) % len(pieces)]
+            data = self._piece(index, piece)
+            left -= len(data)
+            if left < 0 and k:
+                return
+            self._first_look[index, piece] = piece_sum(data, self._live.slots[index].uid, piece * PIECE_ELEMENTS)
+
+    def _pieces(self, counts: Sequence[int]) -> list[tuple[int, int]]:
+        """(tensor, piece) of all that is where it can be looked at; `counts`: how many pieces each tensor has."""
+        return [
+            (index, piece)
+            for index, count in enumerate(counts)
+            if not self._live.settled[index] and _is_plain(self._live.tensors[index])
+            for piece in range(count)
+        ]
+
+    def _piece(self, index: int, piece: int) -> Bytes:
+        step = _piece_bytes(self._live.slots[index])
+        return view_bytes(self._live.tensors[index])[piece * step : (piece + 1) * step]
 
     def guard(self, indices: Iterable[int] | None = None) -> None:
         """These tensors (all, if not told) are about to change: return when they may. Waits for no more than it must."""
@@ -217,25 +257,27 @@ class Leaving:
 
     def second_look(self, stored: Sequence[StoredTensor], turn: int) -> None:
         """Whether some of what has left, other pieces at each turn, is still what it was, as long as no update comes."""
-        pieces = [
-            (index, piece)
-            for index, tensor in enumerate(stored)
-            if not self._live.settled[index] and self._live.tensors[index].is_contiguous()
-            for piece in range(len(tensor.sums))
-        ]
+        for (index, piece), then in self._first_look.items():
+            if stored[index].sums[piece] != then:
+                self._was_edited(index)
+        pieces = self._pieces([len(tensor.sums) for tensor in stored])
         left = SECOND_LOOK_BYTES
         for k in range(len(pieces)):
             index, piece = pieces[(turn * LOOK_AT_PIECES + k) % len(pieces)]
-            slot, tensor = self._live.slots[index], self._live.tensors[index]
-            step = PIECE_ELEMENTS * slot.dtype.itemsize
             with self._lock:
-                if self._is_guarded or left <= 0 or tensor.device.type != "cpu":
+                if self._is_guarded or left <= 0:
                     return
-                data = view_bytes(tensor)[piece * step : (piece + 1) * step]
+                data = self._piece(index, piece)
                 left -= len(data)
-                if piece_sum(data, slot.uid, piece * PIECE_ELEMENTS) != stored[index].sums[piece]:
-                    self.torn = True
-                    self.edited.append(slot.uid)
+                uid = self._live.slots[index].uid
+                if piece_sum(data, uid, piece * PIECE_ELEMENTS) != stored[index].sums[piece]:
+                    self._was_edited(index)
+
+    def _was_edited(self, index: int) -> None:
+        self.torn = True
+        uid = self._live.slots[index].uid
+        if uid not in self.edited:
+            self.edited.append(uid)
 
     def _fill(self, index: int, region: Bytes, start: int) -> None:
         begun = time.perf_counter()
@@ -309,8 +351,7 @@ class Leaving:
     def _settle(self, index: int) -> None:
         """This tensor has been read: was it left alone until now?"""
         if self._live.tensors[index]._version != self._versions[index]:
-            self.torn = True
-            self.edited.append(self._live.slots[index].uid)
+            self._was_edited(index)
         self._settled[index] = True
         self._rest -= self._live.slots[index].num_bytes
         self._moved.notify_all()

@@ -127,6 +127,7 @@ class States:
         self._positions: dict[int, list[int]] = {}
         self._order: list[int] = []
         self._order_of: Inventory | None = None
+        self._turn = 0
         self.layers: list[Layerwise] = []
         self.snapshot: Snapshot | None = None
         self.may_finish_base: Callable[[int], bool] = lambda step: True
@@ -164,6 +165,10 @@ class States:
     @property
     def generation(self) -> int:
         return self._destination.generation
+
+    @property
+    def timeline(self) -> int:
+        return self._destination.timeline
 
     @property
     def layout(self) -> Layout:
@@ -309,6 +314,8 @@ class States:
         if self._settings.staged and self._memory_bytes(live) != self._room.limit:
             self._room = Staging(self._memory_bytes(live))
         job = _Job(self.step, self.layout, live, self._leaving(live), fields)
+        job.leaving.first_look(self._turn)
+        self._turn += 1
         self._jobs.put(job)
         self._begun(job)
         return job
@@ -417,8 +424,8 @@ class States:
             if not job.leaving.torn:
                 assert job.fields is not None
                 manifest = writer.finish(step=job.step, **job.fields())
-        except PoolFullError:
-            self._pools.make_larger()  # this state is not stored; the next one is, into another pool
+        except PoolFullError as e:
+            self._pools.make_larger(e.num_bytes)  # this state is not stored; the next one is, into another pool
         finally:
             if manifest is None:
                 with contextlib.suppress(StorageError):  # the first error is the one to report

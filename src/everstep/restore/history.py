@@ -30,7 +30,7 @@ from everstep.restore.execute import (
     open_frames,
     warn_if_unproven,
 )
-from everstep.restore.join import Joint, Source, fetch, joint_of, order_like, set_back
+from everstep.restore.join import Joint, Source, fetch, joint_of, order_like, set_back, warn_if_set_back
 from everstep.restore.plan import Line, Plan, describe_steps
 from everstep.restore.replicas import drifted
 from everstep.store.bases import check_base
@@ -149,6 +149,8 @@ class History:
         """What `take` makes of a step; for "latest", of the newest whose slot in a pool is not damaged."""
         while True:
             source = self._source(step, timeline)
+            if step == "latest":
+                warn_if_set_back(self._path, source.era, source.step)
             try:
                 return take(source)
             except CorruptionError as e:

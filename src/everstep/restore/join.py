@@ -148,6 +148,25 @@ def set_back(path: RunPath, era: Era, step: int, error: CorruptionError) -> bool
     return True
 
 
+def warn_if_set_back(path: RunPath, era: Era, step: int) -> None:
+    """Say what of a run without a log is damaged or gone, and may have held newer steps than this, its newest."""
+    said = []
+    for line in era.lines:
+        found = line.bases.get(step)
+        if line.newest.log != "pool" or found is None:
+            continue
+        said += [text for generation, text in line.listing.pool_problems if generation >= found[0].generation]
+        if not found[0].in_pool:
+            said += line.listing.timelines[line.newest.timeline].problems
+    if said:
+        warnings.warn(
+            f"{path.path}: step {step} is the newest that can be restored, and there may have been newer ones: "
+            f"{'; '.join(said)}",
+            SetBackWarning,
+            stacklevel=4,
+        )
+
+
 # -- what a step holds ------------------------------------------------------------------------------------------------
 
 

@@ -118,6 +118,12 @@ def supports_direct(folder: str) -> bool:
         os.close(fd)
 
 
+def _check_still_there(path: str, inode: int) -> None:
+    with _reported("stat", path):
+        if os.stat(path).st_ino != inode:
+            raise OSError(errno.ENOENT, "the file was replaced")
+
+
 class Appender:
     """A new file that grows at its end, through memory that is reused.
 
@@ -204,9 +210,7 @@ class Appender:
 
     def check_still_there(self) -> None:
         """StorageError if the path no longer leads to this file."""
-        with _reported("stat", self.path):
-            if os.stat(self.path).st_ino != self._inode:
-                raise OSError(errno.ENOENT, "the file was replaced")
+        _check_still_there(self.path, self._inode)
 
     def truncate(self, offset: int) -> None:
         """Drop everything from `offset` (block-aligned) on."""
@@ -260,6 +264,7 @@ class Preallocated:
         with _reported("create", self.path):
             self._fd = _open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | (os.O_DIRECT if direct else 0))
         _done("create", self.path)
+        self._inode = os.fstat(self._fd).st_ino
         try:
             with _reported("allocate", self.path):
                 os.posix_fallocate(self._fd, 0, num_bytes)
@@ -290,6 +295,10 @@ class Preallocated:
         _done("sync", self.path)
         rename(self.path, self._target)
         self.path = self._target
+
+    def check_still_there(self) -> None:
+        """StorageError if the path no longer leads to this file."""
+        _check_still_there(self.path, self._inode)
 
     def close(self) -> None:
         """Let go of it. One that was not published is removed."""

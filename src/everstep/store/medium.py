@@ -48,6 +48,10 @@ class Medium(ABC):
         """What was persisted stays; then the file's own name, durable on return."""
 
     @abstractmethod
+    def check_still_there(self) -> None:
+        """StorageError if the file's own name no longer leads to it."""
+
+    @abstractmethod
     def close(self) -> None:
         """Let go of the file; one that was not published is removed."""
 
@@ -81,6 +85,9 @@ class Mapped(Medium):
 
     def publish(self) -> None:
         self._file.publish()
+
+    def check_still_there(self) -> None:
+        self._file.check_still_there()
 
     def close(self) -> None:
         self._file.close()
@@ -120,6 +127,9 @@ class Synced(Medium):
 
     def publish(self) -> None:
         self._file.publish()
+
+    def check_still_there(self) -> None:
+        self._file.check_still_there()
 
     def close(self) -> None:
         self._file.close()

@@ -186,6 +186,10 @@ class Pool:
                 raise UsageError(f"step {step} is not held in {self.path}")
             self._held[slot] -= 1
 
+    def check_still_there(self) -> None:
+        """StorageError if its name no longer leads to its file: what is written then, nobody will find."""
+        self._medium.check_still_there()
+
     def close(self) -> None:
         """Let go of the file, which stays."""
         self._medium.close()
@@ -275,10 +279,12 @@ class SlotWriter:
         )  # fmt: skip
         data = pack_header(g, self._slot, header)
         if len(data) > g.header_bytes:
-            raise PoolFullError(
+            full = PoolFullError(
                 f"step {self.step}: optimizers, cursor and checksums take {len(data)} bytes, and {pool.path} has room for "
                 f"{g.header_bytes} in each slot: a pool with more spare_bytes is needed"
             )
+            full.num_bytes = len(data)
+            raise full
         used_bytes = max((t.offset + t.num_bytes for t in pool._document.tensors), default=0)
         if used_bytes:
             self._medium.persist(g.data_at(self._slot), used_bytes)

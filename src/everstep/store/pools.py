@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from everstep.atoms import Layout
 from everstep.errors import CorruptionError, PoolError, StorageError
@@ -29,16 +29,19 @@ class Pools:
 
     def __init__(
         self, folder: str, *, run: str, rank: int, generation: int, world_size: int, num_slots: int,
-        medium: MakeMedium,
+        medium: MakeMedium, before: Sequence[str] = (), on_begun: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
+        """`before`: folders of earlier generations' pools. `on_begun`: the first step is in a pool, and not yet reported."""
         self.folder = folder
+        self._before = [each for each in before if each != folder]
+        self._on_begun = on_begun
+        self._has_begun = False
         self._run, self._rank, self._generation, self._world_size = run, rank, generation, world_size
         self._num_slots = num_slots
         self._medium = medium
         self._pool: Pool | None = None
-        self._layout: Layout | None = None
         self._numbers = itertools.count()
-        self._spare = 1
+        self._spare_bytes = 0
         self._has_old = True
 
     @property
@@ -69,12 +72,12 @@ class Pools:
         self._pool = Pool.create(
             self.folder, next(name for name in names if name not in taken), run=self._run, rank=self._rank, layout=layout,
             slots=slots, num_slots=self._num_slots, medium=self._medium,
-            spare_bytes=self._spare * (_SPARE_BYTES + _SPARE_BYTES_A_TENSOR * len(slots)),
+            spare_bytes=max(self._spare_bytes, _SPARE_BYTES + _SPARE_BYTES_A_TENSOR * len(slots)),
         )  # fmt: skip
 
-    def make_larger(self) -> None:
-        """What slots say beside their tensors no longer fits: the next one is in a pool with more room for it."""
-        self._spare *= 4
+    def make_larger(self, num_bytes: int) -> None:
+        """What slots say beside their tensors takes so much, and does not fit: the next is in a pool with room for it."""
+        self._spare_bytes = 2 * num_bytes
         self.forget()
 
     def forget(self) -> None:
@@ -85,13 +88,26 @@ class Pools:
         self._has_old = True
 
     def committed(self, step: int) -> None:
-        """A slot of this step has been."""
-        if self._has_old and self._pool is not None and self._all_have_one():
+        """A slot of this step has been. StorageError if nobody would find it."""
+        assert self._pool is not None
+        self._pool.check_still_there()
+        if not self._has_begun:
+            self._on_begun()
+            self._has_begun = True
+        if self._has_old and self._all_have_one():
             for name in files.listing(self.folder):
-                if name != os.path.basename(self._pool.path) and _rank_of(name) == self._rank:
+                if name != os.path.basename(self._pool.path) and self._is_ours(_rank_of(name)):
                     files.remove(os.path.join(self.folder, name))
             files.sync_dir(self.folder)
+            for folder in self._before:
+                for rank in {rank for name in files.listing(folder) if (rank := _rank_of(name)) is not None}:
+                    if self._is_ours(rank):
+                        remove_pools(folder, rank)
             self._has_old = False
+
+    def _is_ours(self, rank: int | None) -> bool:
+        """Whether this rank clears away what that one has left: the first does for those that there are no more."""
+        return rank is not None and (rank == self._rank or (self._rank == 0 and rank >= self._world_size))
 
     def _all_have_one(self) -> bool:
         """Whether some step is in the newest pools of all ranks of this generation."""
@@ -105,13 +121,10 @@ class Pools:
                 steps.append({m.step for m in read_pool(os.path.join(self.folder, newest), self._run)})
         return len(steps) == self._world_size and bool(set.intersection(*steps))
 
-    def close(self, *, remove: bool = False) -> None:
-        """`remove`: what it holds is elsewhere, too, and need not be here any more."""
+    def close(self) -> None:
         if self._pool is not None:
             self._pool.close()
         self._pool = None
-        if remove:
-            remove_pools(self.folder, self._rank)
 
 
 def remove_pools(folder: str, rank: int) -> None:
@@ -132,16 +145,21 @@ def _remove_litter(folder: str, rank: int) -> None:
             files.remove(os.path.join(folder, name))
 
 
-def read_pools(folder: str, run: str, rank: int) -> tuple[list[Manifest], list[str]]:
-    """The committed slots of this rank's pools, and what is wrong with those that cannot be read."""
+def has_pools(folder: str, rank: int, generation: int) -> bool:
+    """Whether a rank has a pool of this generation there, whatever state it is in."""
+    return any((_rank_of(name), _generation_of(name)) == (rank, generation) for name in files.listing(folder))
+
+
+def read_pools(folder: str, run: str, rank: int) -> tuple[list[Manifest], list[tuple[int, str]]]:
+    """The committed slots of this rank's pools; and what is wrong with those that cannot be read, with their generations."""
     found: list[Manifest] = []
-    problems: list[str] = []
+    problems: list[tuple[int, str]] = []
     for name in files.listing(folder):
         if _rank_of(name) == rank:
             try:
                 found += read_pool(os.path.join(folder, name), run)
             except (PoolError, CorruptionError, StorageError) as e:
-                problems.append(str(e))
+                problems.append((_generation_of(name) or 0, str(e)))
     return found, problems
 
 

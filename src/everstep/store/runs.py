@@ -92,6 +92,16 @@ class RunPath:
         """Where a generation's pools are, from what its document says."""
         return os.path.join(self.path, folder)
 
+    def pool_name(self, run: str, place: str) -> str:
+        """For pools in this place, what a generation's document says; empty: in the run's own folder."""
+        # A copy of a run is another run, and must not write into its pools.
+        own = os.path.basename(shared.shared_folder(run, self.path))
+        return os.path.join(os.path.abspath(place), f"everstep-pool-{own}") if place else "pool"
+
+    def is_own_pool(self, run: str, folder: str) -> bool:
+        """Whether nobody but this run, at this path, writes pools there."""
+        return folder in (self.pool("pool"), self.pool(self.pool_name(run, os.path.dirname(folder))))
+
     def tuning(self) -> str:
         return os.path.join(self.path, f"tuning-{self.rank:05d}.json" if self.rank else TUNING_FILE)
 
@@ -181,6 +191,19 @@ class RunPath:
     def log_has_begun(self, timeline: int, generation: int) -> None:
         """This rank's log of the generation is on disk from now on: should it be missing, that is damage. Durable."""
         files.write_whole(os.path.join(self.generations(timeline), f"{generation:06d}.log-{self.rank:05d}"), b"begun\n")
+
+    def pool_has_begun(self, timeline: int, generation: int) -> None:
+        """This rank's pool of the generation holds a step from now on: should it be missing, something is lost. Durable."""
+        files.write_whole(self._pool_mark(timeline, generation), b"begun\n")
+
+    def pool_is_not_needed(self, timeline: int, generation: int) -> None:
+        """All that it holds is in bases: it may go."""
+        if os.path.exists(self._pool_mark(timeline, generation)):
+            files.remove(self._pool_mark(timeline, generation))
+            files.sync_dir(self.generations(timeline))
+
+    def _pool_mark(self, timeline: int, generation: int) -> str:
+        return os.path.join(self.generations(timeline), f"{generation:06d}.pool-{self.rank:05d}")
 
     def read_generation(self, timeline: int, generation: int) -> GenerationDocument:
         path = os.path.join(self.generations(timeline), f"{generation:06d}.json")
@@ -389,6 +412,8 @@ class TimelineListing:
     kept: KeptDocument = field(default_factory=lambda: KeptDocument(0))
     logs: set[int] = field(default_factory=set)
     """Generations whose log has been on disk."""
+    pools: set[int] = field(default_factory=set)
+    """Generations whose pool has held a step."""
 
 
 @dataclass
@@ -403,8 +428,8 @@ class Listing:
     """The run's folder in this host's memory, if there is one."""
     slots: list[tuple[Manifest, str]] = field(default_factory=list)
     """Committed slots of pools, and the folders that these are in."""
-    pool_problems: list[str] = field(default_factory=list)
-    """Pools that cannot be read. There may be bases in their stead."""
+    pool_problems: list[tuple[int, str]] = field(default_factory=list)
+    """Pools that cannot be read, by generation. There may be bases in their stead."""
 
     def generations(self) -> dict[int, GenerationDocument]:
         return {n: g for t in self.timelines.values() for n, g in t.generations.items()}
@@ -424,11 +449,34 @@ def read_listing(path: RunPath, part: Part | None = None) -> Listing:
 
 
 def _read_slots(listing: Listing) -> None:
-    path = listing.path
-    for folder in sorted({path.pool(g.pool) for g in listing.generations().values() if g.pool}):
-        found, problems = pools.read_pools(folder, listing.run.run, path.rank)
-        listing.slots += [(m, folder) for m in found if (m.generation, m.step) not in path.bad_slots]
+    path, run, generations = listing.path, listing.run.run, listing.generations()
+    for folder in sorted({path.pool(g.pool) for g in generations.values() if g.pool}):
+        found, problems = pools.read_pools(folder, run, path.rank)
+        for manifest in found:
+            # Where this run was copied from, its pools are now another's: a generation's slots are where it says.
+            by = generations.get(manifest.generation)
+            here = path.is_own_pool(run, folder) if by is None else path.pool(by.pool) == folder
+            if here and (manifest.generation, manifest.step) not in path.bad_slots:
+                listing.slots.append((manifest, folder))
         listing.pool_problems += problems
+    _miss_pool(listing, generations)
+
+
+def _miss_pool(listing: Listing, generations: dict[int, GenerationDocument]) -> None:
+    """Of the newest generations, which wrote to pools: whether the last one that held a step is there."""
+    path = listing.path
+    found = generations.get(max(generations, default=0))
+    while found is not None and found.pool:
+        if found.generation in listing.timelines[found.timeline].pools:
+            folder = path.pool(found.pool)
+            if not pools.has_pools(folder, path.rank, found.generation):
+                listing.pool_problems.append((
+                    found.generation,
+                    f"the pool of generation {found.generation} in {folder} is gone: it was removed, or its memory did not "
+                    "survive the host",
+                ))  # fmt: skip
+            return
+        found = generations.get(found.parent or 0)
 
 
 def _read_kept(path: RunPath, number: int, timeline: TimelineListing) -> None:
@@ -461,6 +509,9 @@ def _read_timeline(listing: Listing, number: int, part: Part | None) -> None:
         begun = re.fullmatch(r"(\d{6,})\.log-(\d{5,})", name)
         if begun and int(begun[2]) == path.rank:
             timeline.logs.add(int(begun[1]))
+        filled = re.fullmatch(r"(\d{6,})\.pool-(\d{5,})", name)
+        if filled and int(filled[2]) == path.rank:
+            timeline.pools.add(int(filled[1]))
         if not re.fullmatch(r"\d{6,}\.json", name):
             continue
         file = os.path.join(path.generations(number), name)
