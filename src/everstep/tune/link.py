@@ -6,6 +6,7 @@ What happens is decided here, grain by grain; what it means for pieces is a Sche
 from __future__ import annotations
 
 import heapq
+import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,8 +16,8 @@ from typing import Literal
 
 CLOSE = 1e-9
 """Of a step: no difference."""
-MAX_WARMUP = 8
-"""Cycles from an empty link until one is as the one before. Nearly all are after one or two."""
+MAX_WARMUP = 20
+"""Cycles until one must be as the one before. Nearly all are after one or two."""
 
 Span = tuple[float, float]
 
@@ -89,6 +90,13 @@ class Job:
     def rest(self) -> int:
         return self.group.upto[-1] - self.group.upto[self.next]
 
+    def out_s(self, bandwidth: float) -> float:
+        """When all of it is out, as far as it has begun; infinite if it has not."""
+        if self.rest or not self.runs:
+            return math.inf
+        first, end, begun_s = self.runs[-1]
+        return begun_s + (self.group.upto[end] - self.group.upto[first]) / bandwidth
+
 
 class Link:
     """Carries grains and makes training wait, cycle after cycle, from an empty start.
@@ -103,7 +111,14 @@ class Link:
         self.late_bytes = 0
         self.waited = False
         """Training waited for the link, not only for copies."""
+        self.slack_s = math.inf
+        """By how much the link could have been later at any guard so far without a longer wait."""
         self._moving: tuple[Job, int] | None = None
+
+    def fall_behind(self, now: float) -> None:
+        """As cycles do that bring more than the link carries, until a guard waits: all at once."""
+        if self.slack_s < math.inf:
+            self.free_s = max(self.free_s, now) + self.slack_s
 
     def state(self, now: float, start_s: float) -> object:
         """All that what comes depends on; times since now, or since the cycle's start in training's time, rounded."""
@@ -148,6 +163,9 @@ class Link:
                 now = self.free_s
         for job in jobs:
             job.guard_s = (begun, now)
+        out_s = max(job.out_s(self._ground.bandwidth) for job in jobs)
+        room_s = (budget - self._held(now)) / self._ground.bandwidth if self._ground.copies == "beside" else 0.0
+        self.slack_s = min(self.slack_s, max(0.0, now - out_s) + max(0.0, room_s))
         return now
 
     def _copied_at(self, jobs: list[Job], now: float) -> float:
@@ -213,9 +231,9 @@ def simulate(
 ) -> Outcome:
     """The first cycle that begins as the one before it did, and therefore as all others after it.
 
-    If the link cannot carry as much as comes, it starts with so much to do that training has to wait at once: from an empty
-    start it would take many cycles until it is as far behind as guards let it be. `spared`: of the budget, what is not for
-    the guard of that group.
+    If the link cannot carry as much as comes, it starts with so much to do that training has to wait at once, and is made
+    to fall behind until it does in every cycle: from an empty start that would take many. `spared`: of the budget, what is
+    not for the guard of that group.
     """
     period_s, ticks = interval * ground.step_s, 10**10  # a step, so that times that are meant to be the same are
     moments: dict[tuple[int, int], list[int]] = {}  # at each time what is due (0) goes before what becomes ready (2)
@@ -224,15 +242,20 @@ def simulate(
         moments.setdefault((round(group.ready_s / ground.step_s * ticks), 2), []).append(index)
     link, shift_s, before = Link(ground, budget, spared), 0.0, None
     carrying_s = sum(group.upto[-1] for group in groups) / ground.bandwidth
-    if carrying_s > period_s * (1 + CLOSE):
+    begun_s, slack_s = 0.0, CLOSE * ground.step_s
+    if carrying_s > period_s + slack_s:
         link.free_s = carrying_s + max(group.deadline_s for group in groups)
     events: list[tuple[int, int, int, list[Job]]] = [(0, 1, 0, [])]
-    steady, steady_cycle = None, 0
+    steady: Outcome | None = None
+    cycle = steady_cycle = 0
     while not (steady and cycle > steady_cycle and all(job.due and not job.rest for job in steady.jobs)):
         _, order, at, jobs = heapq.heappop(events)
         if order == 1:
             cycle, start_s = at, at * period_s
             now = start_s + shift_s
+            if cycle and steady is None and shift_s - begun_s < carrying_s - period_s - slack_s:
+                link.fall_behind(now)
+            begun_s, link.slack_s = shift_s, math.inf
             state = link.state(now, start_s)
             jobs = [Job(g, (start_s + g.deadline_s, start_s + g.ready_s, i)) for i, g in enumerate(groups)]
             for (tick, kind), those in moments.items():
