@@ -234,6 +234,23 @@ def intervals(
     _measured("intervals", measure, _show_intervals, folder=folder, json=json, markdown=markdown)
 
 
+@app.command("schedule")
+def schedule(
+    steps: Annotated[int, typer.Option(min=1, help="That are measured in each regime.")] = 24,
+    quick: Quick = False,
+    folder: Folder = None,
+    json: Json = False,
+    markdown: Markdown = False,
+) -> None:
+    """Stall and memory of snapshots as the schedule predicts them and as they are, in its three regimes, one thread."""
+    from everstep.bench import schedule as bench
+
+    def measure(place: str, told: Told) -> Found:
+        return bench.measure(_workload(512, quick), num_steps=steps, folder=place, progress=told)
+
+    _measured("schedule", measure, _show_schedule, folder=folder, json=json, markdown=markdown)
+
+
 def _some(option: str, given: list[str] | None, known: Iterable[str]) -> list[str]:
     """Those that were named, in any case; without any, all."""
     by_name = {name.lower(): name for name in known}
@@ -303,6 +320,19 @@ def _show_intervals(found: Found) -> Shown:
         f"Bases of Everstep's every {found['base_interval']} steps; pools in memory on {found['memory_file_system']}; "
         f"measured in {found['seconds'] / 60:.0f} min."
     )
+
+
+def _show_schedule(found: Found) -> Shown:
+    yield (
+        f"a state of {megabytes(found['state_bytes'])}; a step without Everstep takes {found['step_s'] * 1e3:.1f} ms, "
+        f"{found['forward_backward_s'] * 1e3:.1f} of them forward and backward; the way out is throttled"
+    )
+    rows = [
+        (regime, f"{megabytes(m['bandwidth'])}/s", m["planned_regime"], f"{m['planned_stall_s'] * 1e3:.1f} ms",
+         f"{m['measured_stall_s'] * 1e3:.1f} ms", megabytes(m["planned_peak_bytes"]), megabytes(m["measured_peak_bytes"]))
+        for regime, m in found["regimes"].items()
+    ]  # fmt: skip
+    yield Table(("regime", "way out", "planned as", "stall planned", "measured", "memory planned", "measured"), rows)
 
 
 def _least(saver: Found) -> str:
