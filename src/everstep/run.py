@@ -350,6 +350,7 @@ class Run:
         return {
             "step": capture.step,
             "durable_step": self.durable_step,
+            "written_step": max(self._durable, capture.offload.written_step if self._base_ready else -1),
             "proven_step": self._keeper.proven_step if self._keeper is not None else None,
             "resumed_step": self._resumed,
             "resumed_from": self._source,
