@@ -61,9 +61,9 @@ TAPPED = ("power-sgd", "tapped-fp16")
 class Training:
     """A model in DDP or FSDP2 whose first layers (a rank's part of them) are large enough to have records of their own."""
 
-    def __init__(self, case: str) -> None:
+    def __init__(self, case: str, wide: int = 0) -> None:
         torch.manual_seed(0)
-        wide = 120 * dist.get_world_size() if case in SHARDED else 120
+        wide = wide or (120 * dist.get_world_size() if case in SHARDED else 120)
         model = nn.Sequential(nn.Linear(90, wide), nn.ReLU(), nn.Linear(wide, 100), nn.ReLU(), nn.Linear(100, 3))
         self.compressor = CASES[case]()
         if case in SHARDED:
@@ -86,6 +86,9 @@ class Training:
             nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+    def named_residuals(self) -> dict[str, torch.Tensor]:
+        return {n: sharding.local(r).clone() for n, r in self.compressor.residuals.named_buffers()}
 
     def state(self) -> dict[str, Any]:
         params = dict(self.model.named_parameters())
@@ -213,7 +216,37 @@ def largest(run: Path) -> list[str]:
     return [] if grad is not None and bool((grad == 65504).all()) else [f"{grad}"]
 
 
-SPECIAL = {"different": different, "alike": alike, "largest": largest}
+def resized(run: Path) -> list[str]:
+    """Two ranks have trained and closed; now there are more, or one: what each rank's residuals are, and what it was told."""
+    found = []
+    for case in ("topk", "topk-fsdp2"):
+        training = Training(case, wide=240)
+        kept = run.with_name(f"{case}-{dist.get_rank()}.pt")
+        if dist.get_world_size() == 2:
+            with training.attach(run / case) as attached:
+                attached.resume()
+                for at in range(4):
+                    training.step(at)
+                    attached.commit()
+            torch.save((training.named_residuals(), training.state()["model"]), kept)
+            continue
+        with training.attach(run / case) as attached, warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            assert attached.resume() == 4
+            before, model = torch.load(kept) if kept.exists() else ({}, {})
+            after = training.named_residuals()
+            same = [n for n, r in after.items() if n in before and not equal(r, before[n]) and r.any()]
+            zero = [n for n, r in after.items() if not r.any()]
+            is_told = any("residuals" in str(w.message) and w.category is everstep.errors.InexactWarning for w in told)
+            found.append(f"{case}: {len(same)} as they were, {len(zero)} zero, told: {is_told}")
+            if case == "topk" and model and equal(model, training.state()["model"]):
+                found.append("the model is another")
+            training.step(4)
+            attached.commit()
+    return found
+
+
+SPECIAL = {"resized": resized, "different": different, "alike": alike, "largest": largest}
 
 
 def begin(rank: int, folder: Path, world: int, generation: int) -> None:
@@ -253,9 +286,10 @@ def main(folder: Path, world: int, cases: list[str]) -> int:
     killed = [c for c in cases if c not in SPECIAL]
     if killed:
         kill(folder, world, killed)
+    number = len(list(folder.glob("store-*")))
 
     def work(rank: int) -> None:
-        begin(rank, folder, world, 1)
+        begin(rank, folder, world, number)
         found = {c: SPECIAL[c](folder / c) if c in SPECIAL else differences(c, folder / c) for c in cases}
         Path(folder, f"found-{rank}.json").write_text(json.dumps(found))
         dist.destroy_process_group()

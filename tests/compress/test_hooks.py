@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -53,6 +54,17 @@ def test_ranks_with_different_compressors_are_told_so_and_write_nothing(tmp_path
 def test_all_ranks_consume_the_same_and_nan_of_one_rank_reaches_all_without_a_message_of_its_own(tmp_path: Path) -> None:
     for found in spawned(tmp_path, 3, "alike", "largest"):
         assert found == {"alike": [], "largest": []}
+
+
+@pytest.mark.long
+def test_under_another_number_of_ranks_residuals_stay_with_ranks_that_hold_the_same_elements(tmp_path: Path) -> None:
+    spawned(tmp_path, 2, "resized")
+    shutil.copytree(tmp_path, tmp_path / "three")
+    replicated, sharded = "topk: 6 as they were, 0 zero, told: False", "topk-fsdp2: 0 as they were, 6 zero, told: True"
+    new = "topk: 0 as they were, 6 zero, told: True"
+    found = spawned(tmp_path / "three", 3, "resized")
+    assert [f["resized"] for f in found] == [[replicated, sharded], [replicated, sharded], [new, sharded]]
+    assert [f["resized"] for f in spawned(tmp_path, 1, "resized")] == [[replicated, sharded]]
 
 
 def spawned(folder: Path, world: int, *cases: str) -> list[dict[str, Any]]:

@@ -221,7 +221,9 @@ class Compressor(Generic[P]):
             known = self._know(p)
             known.index = index
             if known.residual is not None:
-                self.residuals.register_buffer(name.replace(".", "/"), known.residual)
+                # That of a DTensor is one, too: it belongs to those elements of the whole, and to no others.
+                shaped = known.residual.view(sharding.local(p).shape) if sharding.is_sharded(p) else known.residual
+                self.residuals.register_buffer(name.replace(".", "/"), sharding.like(shaped, p))
 
     def _with_residual(self, known: _Known, flat: torch.Tensor) -> torch.Tensor:
         return flat if known.residual is None else flat + known.residual
