@@ -217,7 +217,7 @@ def largest(run: Path) -> list[str]:
 
 
 def resized(run: Path) -> list[str]:
-    """Two ranks have trained and closed; now there are more, or one: what each rank's residuals are, and what it was told."""
+    """Two ranks train and close; then there are more, or one: what each rank's residuals are, and what it was told."""
     found = []
     for case in ("topk", "topk-fsdp2"):
         training = Training(case, wide=240)
