@@ -898,6 +898,7 @@ class Run:
                 step=capture.step, trained_s=capture.trained_s, waited_s=capture.offload.waited_s,
                 hook_s=capture.thread_s + capture.hook_s + capture.stall_s - capture.offload.waited_s,
                 log_bytes=capture.stored_bytes, write_s=capture.offload.busy_s, sync_s=capture.offload.sync_s,
+                background_s=capture.background_cpu_s(),
             )  # fmt: skip
 
         def apply(setting: Setting) -> None:

@@ -98,7 +98,7 @@ def test_without_what_this_implementation_adds_the_choice_is_that_of_form_b():
 
 
 def test_with_whole_states_only_the_choice_is_dalys():
-    measured = replace(PLAIN, base_s=0.0, live_stall_s=30.0, failure_rate=1 / 7200)
+    measured = replace(PLAIN, disk_bytes_s=math.inf, live_stall_s=30.0, failure_rate=1 / 7200)
     chosen = choose(measured, modes=["snapshot"])
     assert chosen.setting.base_interval * 0.5 == pytest.approx(references.daly(30.0, 7200), rel=0.05)
     assert references.daly(30.0, 7200) == pytest.approx(references.young(30.0, 7200), rel=0.05)
@@ -120,7 +120,7 @@ def test_a_snapshot_is_never_more_frequent_than_checkfreq_allows_without_waiting
     """A write that takes ten steps: one every ten steps, or with PCcheck's two in flight one every five."""
     assert references.checkfreq(5.0, 0.0, 0.5) == 10
     assert references.pccheck(5.0, 2, 1.0, 0.5) == 5
-    measured = replace(PLAIN, base_s=5.0, live_stall_s=0.0, failure_rate=1 / 600)
+    measured = replace(PLAIN, disk_bytes_s=PLAIN.state_bytes / 5.0, live_stall_s=0.0, failure_rate=1 / 600)
     assert choose(measured, modes=["snapshot"]).setting.base_interval == 10
 
 

@@ -427,6 +427,10 @@ class Capture:
     def background_s(self) -> dict[str, float]:
         return {"write": self.offload.busy_s, "audit": self._auditor.busy_s}
 
+    def background_cpu_s(self) -> float:
+        """Processor time of the threads that write and hash."""
+        return self.offload.cpu_s + self._auditor.cpu_s
+
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     """A copy with the same strides where there are any to keep."""

@@ -95,7 +95,7 @@ class Offload:
         self.on_part: Callable[[], None] = lambda: None
         """Some gradients of the open frame have been written before their step."""
         self.error: BaseException | None = None
-        self.busy_s = 0.0
+        self.busy_s = self.cpu_s = 0.0
         self.sync_s = 0.0
         self.waited_s = 0.0
         """The training thread's waiting for room."""
@@ -188,6 +188,7 @@ class Offload:
                 self._account(job)
                 del job  # its gradients are freed here, not when the next job arrives
                 self.busy_s += time.perf_counter() - begun
+                self.cpu_s = time.thread_time()
 
     def _write(self, job: PendingCommit | tuple[int, Item, int]) -> None:
         if isinstance(job, PendingCommit):
