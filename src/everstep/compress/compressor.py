@@ -41,6 +41,15 @@ class _Known:
     param: torch.Tensor
     index: int
     residual: torch.Tensor | None
+    """Nobody writes to it: a step makes another. So whoever stores it may hold it by reference."""
+    shown: torch.Tensor | None = None
+    """A tensor that stays the same object and always has the residual's memory: what is stored."""
+
+    def leave_out(self, rest: torch.Tensor) -> None:
+        """This is the residual from now on."""
+        self.residual = rest
+        if self.shown is not None:
+            self.shown.data = rest.view(self.shown.shape)
 
 
 class Compressor(Generic[P]):
@@ -222,15 +231,17 @@ class Compressor(Generic[P]):
             known.index = index
             if known.residual is not None:
                 # That of a DTensor is one, too: it belongs to those elements of the whole, and to no others.
-                shaped = known.residual.view(sharding.local(p).shape) if sharding.is_sharded(p) else known.residual
-                self.residuals.register_buffer(name.replace(".", "/"), sharding.like(shaped, p))
+                shape = sharding.local(p).shape if sharding.is_sharded(p) else known.residual.shape
+                buffer = sharding.like(known.residual.view(shape), p)
+                known.shown = sharding.local(buffer)
+                self.residuals.register_buffer(name.replace(".", "/"), buffer)
 
     def _with_residual(self, known: _Known, flat: torch.Tensor) -> torch.Tensor:
         return flat if known.residual is None else flat + known.residual
 
     def _keep_rest(self, known: _Known, whole: torch.Tensor, out: torch.Tensor) -> None:
         if known.residual is not None:
-            torch.sub(whole, out, out=known.residual)
+            known.leave_out(whole.sub_(out))
 
     def _seed(self, known: _Known, rank: int) -> int:
         """For this gradient of this step: whatever is drawn depends on nothing else. Rank -1: on all ranks the same."""
@@ -271,7 +282,7 @@ class Compressor(Generic[P]):
         self.set_position(state)
         for k, r in zip(known, state["residuals"], strict=True):
             if k.residual is not None:
-                k.residual.copy_(r)
+                k.leave_out(r.clone())
 
 
 def _in_memory(grad: torch.Tensor) -> torch.Tensor:
