@@ -77,8 +77,8 @@ def spawned(folder: Path, world: int, *cases: str) -> list[dict[str, Any]]:
     return [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(world)]
 
 
-def model_with(hooked: Any) -> DDP:
-    model = DDP(nn.Linear(40, 30))
+def model_with(hooked: Any, **options: Any) -> DDP:
+    model = DDP(nn.Linear(40, 30), **options)
     model.register_comm_hook(hooked.state, hooked.hook)
     return model
 
@@ -146,9 +146,10 @@ def test_a_hook_and_a_transform_give_the_optimizer_the_same(make: Any) -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_nan_goes_through_a_hook_as_it_is() -> None:
+@pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"gradient_as_bucket_view": True}], ids=str)
+def test_nan_goes_through_a_hook_as_it_is(options: Any) -> None:
     compressor = TopK(0.1)
-    model = model_with(compressor)
+    model = model_with(compressor, **options)
     x = torch.ones(1, 40)
     x[0, 3] = float("nan")
     with pytest.warns(NonFiniteWarning):
@@ -157,6 +158,14 @@ def test_nan_goes_through_a_hook_as_it_is() -> None:
     assert isinstance(grad, torch.Tensor) and grad.isnan().sum() == 30 and bool((grad[:, 4] == 1).all())
     assert compressor.nonfinite_gradients == 1  # the bias has none
     assert all(r.isfinite().all() for r in compressor.state_dict()["residuals"])
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_hook_outside_of_a_backward_pass_is_refused() -> None:
+    model = model_with(TopK(0.1))
+    model(torch.ones(1, 40)).sum().backward()
+    with pytest.raises(UsageError, match="outside of a backward pass"):
+        model._match_all_reduce_for_bwd_pass()
 
 
 def test_descriptions_of_ranks_must_be_equal() -> None:

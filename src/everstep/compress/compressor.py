@@ -31,6 +31,7 @@ from everstep.errors import NonFiniteWarning, UsageError
 from everstep.payloads import Payload
 
 RESIDUALS = ("base", "log")
+_queue_callback: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 P = TypeVar("P", bound=Payload)
 
 
@@ -209,7 +210,13 @@ class Compressor(Generic[P]):
                     dist.all_reduce(g.div_(world), group=group)
             self._leave_alone(len(left_alone))
 
-        torch.autograd.Variable._execution_engine.queue_callback(settle)
+        try:
+            _queue_callback(settle)
+        except RuntimeError as e:
+            raise UsageError(
+                "a compressor's hook was called outside of a backward pass, as DDP's join() does for ranks without data: give "
+                "all ranks equally many batches (everstep.data.Sampler does)"
+            ) from e
         return done
 
     # -- by parameter ---------------------------------------------------------------------------------------------------
