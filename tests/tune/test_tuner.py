@@ -1,5 +1,7 @@
 """Averages of what a run measures, and a tuner that changes its mind seldom."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -174,9 +176,11 @@ def test_background_work_costs_training_a_part_of_its_processor_time_and_all_of_
     averages = Averages({**training.averages.kept(), "background_s": (0.02, 3)})
     given = {"failure_rate": 0.0, "memory_bytes": 1e9, "segment_bytes": 0, "copy_bytes_s": 1e9}
     free, crowded = (averages.measured(**given, contention=contention_of(n, 2)) for n in (1, 2))
-    for found, lost_s in ((free, CONTENTION * 0.02), (crowded, 0.02)):
-        assert found.step_s == pytest.approx(0.1 - lost_s)
-        bases = found.base_stall_s / 1000 / found.step_s
-        assert cost_of(found, Setting(base_interval=1000)).overhead == pytest.approx(lost_s / found.step_s + bases)
-        shadow = cost_of(found, Setting(mode="shadow", base_interval=1000)).overhead
-        assert shadow == pytest.approx((lost_s + found.contention * found.fold_s) / found.step_s + bases)
+    for found, part in ((free, CONTENTION), (crowded, 1.0)):
+        assert found.step_s == pytest.approx(0.1 - part * 0.02)  # a follower folds only while a base is made
+        assert found.base_stall_s == pytest.approx(max(0.2 - part * 200 * 0.01, INTERFERENCE * 0.05))
+        bases = found.base_stall_s / 1000
+        here = part * (0.02 + found.fold_s)
+        for mode, elsewhere, lost_s in (("delta", False, here), ("shadow", False, here), ("shadow", True, part * 0.02)):
+            cost = cost_of(replace(found, elsewhere=elsewhere), Setting(mode=mode, base_interval=1000))
+            assert cost.overhead == pytest.approx((lost_s + bases) / found.step_s)

@@ -27,7 +27,7 @@ from everstep.follow.tuned import Ground, read
 from everstep.run import attach
 from everstep.store.runs import RunPath
 from everstep.tune.averages import Averages
-from everstep.tune.model import Limits, Measured, Setting, cost_of
+from everstep.tune.model import Limits, Measured, Setting, cost_of, shared_s
 
 BASES = 6
 """That the model learns from, before the first kill."""
@@ -94,7 +94,7 @@ def measure(settings: overhead.Settings, progress: Progress = silent) -> dict[st
             "predicted": predicted,
             "parts": {
                 "hooks": known.hook_s / known.step_s,
-                "background": known.contention * known.background_s / known.step_s,
+                "background": shared_s(known) / known.step_s,
                 "bases": known.base_stall_s / interval / known.step_s,
             },
             "measured": {end: value - 1 for end, value in ratio.items()},

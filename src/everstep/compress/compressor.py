@@ -214,8 +214,8 @@ class Compressor(Generic[P]):
             _queue_callback(settle)
         except RuntimeError as e:
             raise UsageError(
-                "a compressor's hook was called outside of a backward pass, as DDP's join() does for ranks without data: give "
-                "all ranks equally many batches (everstep.data.Sampler does)"
+                "a compressor's hook was called outside of a backward pass, as DDP's join() does for ranks without data: "
+                "give all ranks equally many batches (everstep.data.Sampler does)"
             ) from e
         return done
 

@@ -99,6 +99,7 @@ class Averages:
         self.add("state_bytes", made.num_bytes)
         if made.num_folded:
             self.add("fold_s", made.fold_s / made.num_folded)
+            self.add("folded", made.num_folded)
 
     def recovered(self, seconds: float, num_steps: int) -> None:
         """A state was loaded and so many steps were replayed: what that took over what was expected."""
@@ -119,6 +120,7 @@ class Averages:
         write_s = max(self.get("write_s"), 1e-9)
         delays_s = self.get("waited_s") + self.get("hook_s") + contention * self.get("background_s")
         step_s = max(self.get("step_s") - delays_s, 1e-6)
+        folding_s = contention * self.get("fold_s") * self.get("folded")  # while a base is made; the model counts it by step
         frame_bytes, recovery = self.get("frame_bytes"), self.get("recovery", 1.0)
         return Measured(
             step_s=step_s, state_bytes=self.get("state_bytes"), codecs=(Codec(name="auto", frame_bytes=frame_bytes),),
@@ -126,7 +128,8 @@ class Averages:
             load_s=recovery * self.get("base_s"), replay_s=recovery * self.get("fold_s"), fold_s=self.get("fold_s"),
             fetch_s=self.get("state_bytes") / copy_bytes_s, ship_bytes_s=copy_bytes_s,
             hook_s=self.get("hook_s"), batch_stall_s=self.get("batch_stall_s"),
-            base_stall_s=max(self.get("base_stall_s"), INTERFERENCE * self.get("base_s")), failure_rate=failure_rate,
+            base_stall_s=max(self.get("base_stall_s") - folding_s, INTERFERENCE * self.get("base_s")),
+            failure_rate=failure_rate,
             memory_bytes=memory_bytes, segment_bytes=segment_bytes, background_s=self.get("background_s"),
             contention=contention,
         )  # fmt: skip

@@ -79,7 +79,7 @@ class Measured:
     batch_stall_s: float = 0.0
     """What training waits for a sync, beside waiting for a writer that cannot keep up."""
     base_stall_s: float = 0.0
-    """What training loses by a base that a follower makes."""
+    """What training loses by a base that a follower makes, beside what folding costs."""
     live_stall_s: float = 0.0
     """What training loses by a snapshot of its own: the copying of what has not left when the next update comes."""
     background_s: float = 0.0
@@ -200,7 +200,7 @@ def costs(measured: Measured, mode: str, codec: Codec, interval: Number, batch: 
 def _delta(m: Measured, codec: Codec, interval: Number, batch: Number, bases: int) -> Cost:
     write_s = codec.encode_s + codec.frame_bytes / m.disk_bytes_s
     waiting = np.maximum(write_s + m.sync_s / batch - m.step_s, 0.0) / m.step_s
-    stalls_s = m.hook_s + m.contention * m.background_s + m.base_stall_s / interval + m.batch_stall_s / batch
+    stalls_s = m.hook_s + shared_s(m) + m.base_stall_s / interval + m.batch_stall_s / batch
     overhead = stalls_s / m.step_s + waiting
     step_s = m.step_s * (1 + overhead)
     making_s = interval * m.fold_s + m.base_s  # the follower folds when it is asked for a base
@@ -223,7 +223,7 @@ def _delta(m: Measured, codec: Codec, interval: Number, batch: Number, bases: in
 def _shadow(m: Measured, codec: Codec, interval: Number, bases: int) -> Cost:
     ship_s = codec.encode_s + codec.frame_bytes / m.ship_bytes_s
     waiting = max(ship_s - m.step_s, m.fold_s - m.step_s, 0.0) / m.step_s
-    overhead = (m.hook_s + shadow_shares_s(m) + m.base_stall_s / interval) / m.step_s + waiting
+    overhead = (m.hook_s + shared_s(m, elsewhere=m.elsewhere) + m.base_stall_s / interval) / m.step_s + waiting
     step_s = m.step_s * (1 + overhead)
     gone = shadow_loss(m)
     kinds = [(1.0 - gone, step_s, ship_s, m.fetch_s), (gone, interval * step_s, m.base_s, m.load_s)]
@@ -245,9 +245,10 @@ def shadow_loss(m: Measured) -> float:
     return m.host_share**2 if m.elsewhere else m.host_share
 
 
-def shadow_shares_s(m: Measured) -> float:
-    """What training loses a step to background work with a shadow: on this host its folding counts, too."""
-    return m.contention * (m.background_s + (0.0 if m.elsewhere else m.fold_s))
+def shared_s(m: Measured, *, elsewhere: bool = False) -> float:
+    """What training loses a step to background work; folding, which a follower does for every step, is a part of that unless
+    it is done on another host."""
+    return m.contention * (m.background_s + (0.0 if elsewhere else m.fold_s))
 
 
 def snapshot_s(m: Measured) -> float:
