@@ -37,6 +37,7 @@ def drawn(random: np.random.Generator) -> Measured:
         live_stall_s=state_bytes / 5e9, restart_s=between(1, 100),
         hook_s=step_s * between(1e-5, 1e-2), failure_rate=1 / between(1800, 30 * 86400),
         host_share=float(random.uniform(0.05, 0.6)),
+        background_s=step_s * between(0.01, 0.5), contention=float(random.choice([0.0, 0.12, 1.0], p=[0.2, 0.7, 0.1])),
     )  # fmt: skip
 
 
