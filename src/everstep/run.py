@@ -358,6 +358,7 @@ class Run:
         return {
             "step": capture.step,
             "durable_step": self.durable_step,
+            "written_step": self._written_step(capture),
             "proven_step": self._keeper.proven_step if self._keeper is not None else None,
             "resumed_step": self._resumed,
             "resumed_from": self._source,
@@ -379,6 +380,12 @@ class Run:
             **capture.stats(),
             **(self._keeper.stats() if self._keeper is not None else {}),
         }
+
+    def _written_step(self, capture: Capture | States) -> int:
+        """The last step that a kill of this process does not reach."""
+        if self._base_ready and isinstance(capture, Capture):
+            return max(self._durable, capture.offload.written_step)
+        return self._durable
 
     def _since(self, keeper: Keeper) -> int | None:
         return self._unprotected_since if self._unprotected_since is not None else keeper.unprotected_since
@@ -910,6 +917,7 @@ class Run:
                 step=capture.step, trained_s=capture.trained_s, waited_s=capture.offload.waited_s,
                 hook_s=capture.thread_s + capture.hook_s + capture.stall_s - capture.offload.waited_s,
                 log_bytes=capture.stored_bytes, write_s=capture.offload.busy_s, sync_s=capture.offload.sync_s,
+                background_s=capture.background_cpu_s(),
             )  # fmt: skip
 
         def apply(setting: Setting) -> None:

@@ -79,3 +79,18 @@ def test_the_program_measures_both_thread_counts_with_peers(tmp_path):
     measured = json.loads(done.stdout)["measurements"]
     assert [m["num_threads"] for m in measured] == [1, 2]
     assert all(set(m["peers"]) == {"torch.save", "dcp.async_save"} for m in measured)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("options", [["--json"], ["--codec", "topk"]])
+def test_predictions_of_the_tuner_are_told_beside_measurements(options, tmp_path):
+    done = runner.invoke(app, ["bench", "tune", "--quick", "--pairs", "1", "--dir", str(tmp_path), *options])
+    assert done.exit_code == 0, done.output
+    if options == ["--json"]:
+        found = json.loads(done.stdout)
+        assert found["recovery"]["predicted_s"] > 0 and found["recovery"]["steps"] >= 0
+        parts = found["overhead"]["parts"]
+        assert all(value >= 0 for value in parts.values()) and found["overhead"]["predicted"] >= sum(parts.values()) - 1e-9
+    else:
+        assert "predicted" in done.stdout and "measured" in done.stdout
+    assert os.listdir(tmp_path) == []

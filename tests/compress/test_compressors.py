@@ -205,3 +205,21 @@ def test_its_own_state_dict_brings_a_compressor_back() -> None:
     assert all(map(torch.equal, turn(first, 2), turn(second, 2)))
     with pytest.raises(UsageError, match="other parameters"):
         TopK(0.1).load_state_dict(first.state_dict())
+
+
+@pytest.mark.parametrize("make", [EVERY["topk"], EVERY["four"], EVERY["bf16"]])
+def test_a_residual_that_somebody_holds_is_not_written_to_any_more(make: Any) -> None:
+    p = nn.Parameter(torch.zeros(1000))
+    optimizer = torch.optim.SGD([p], lr=0.1)
+    compressor = make()
+    compressor.attach(optimizer)
+    compressor.bind({"model/p": p})
+    shown = dict(compressor.residuals.named_buffers())["model/p"]
+    held: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for at in range(4):
+        p.grad = torch.randn(1000, generator=torch.Generator().manual_seed(at))
+        optimizer.step()
+        assert dict(compressor.residuals.named_buffers())["model/p"] is shown
+        assert torch.equal(shown, compressor.state_dict()["residuals"][0])
+        held.append((shown.detach(), shown.clone()))
+    assert all(torch.equal(a, b) for a, b in held) and not torch.equal(held[0][0], held[1][0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -31,20 +32,18 @@ def alone() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-@pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("case", compress_training.CASES)
-def test_a_crashed_run_goes_on_bit_for_bit_in_a_group_of_one(case: str, tmp_path: Path) -> None:
-    assert compress_training.differences(case, tmp_path) == []
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_killed_run_with_top_k_goes_on_bit_for_bit(world: int, tmp_path: Path) -> None:
+    assert spawned(tmp_path, world, "topk") == [{"topk": []}] * world
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("world", [2, 4])
-def test_a_crashed_run_goes_on_bit_for_bit_on_several_ranks(world: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_a_killed_run_goes_on_bit_for_bit_with_every_compressor_and_tapped_hook(world: int, tmp_path: Path) -> None:
     found = spawned(tmp_path, world, *compress_training.CASES)
     assert found == [{case: [] for case in compress_training.CASES}] * world
 
 
-@pytest.mark.long
 def test_ranks_with_different_compressors_are_told_so_and_write_nothing(tmp_path: Path) -> None:
     for found in spawned(tmp_path, 2, "different"):
         assert "MismatchError: ranks compress differently" in found["different"][0]
@@ -52,9 +51,20 @@ def test_ranks_with_different_compressors_are_told_so_and_write_nothing(tmp_path
 
 
 @pytest.mark.long
-def test_all_ranks_consume_the_same_and_nan_of_one_rank_reaches_all(tmp_path: Path) -> None:
-    for found in spawned(tmp_path, 2, "alike"):
-        assert found["alike"] == []
+def test_all_ranks_consume_the_same_and_nan_of_one_rank_reaches_all_without_a_message_of_its_own(tmp_path: Path) -> None:
+    for found in spawned(tmp_path, 3, "alike", "largest"):
+        assert found == {"alike": [], "largest": []}
+
+
+@pytest.mark.long
+def test_under_another_number_of_ranks_residuals_stay_with_ranks_that_hold_the_same_elements(tmp_path: Path) -> None:
+    spawned(tmp_path, 2, "resized")
+    shutil.copytree(tmp_path, tmp_path / "three")
+    replicated, sharded = "topk: 6 as they were, 0 zero, told: False", "topk-fsdp2: 0 as they were, 6 zero, told: True"
+    new = "topk: 0 as they were, 6 zero, told: True"
+    found = spawned(tmp_path / "three", 3, "resized")
+    assert [f["resized"] for f in found] == [[replicated, sharded], [replicated, sharded], [new, sharded]]
+    assert [f["resized"] for f in spawned(tmp_path, 1, "resized")] == [[replicated, sharded]]
 
 
 def spawned(folder: Path, world: int, *cases: str) -> list[dict[str, Any]]:
@@ -67,8 +77,8 @@ def spawned(folder: Path, world: int, *cases: str) -> list[dict[str, Any]]:
     return [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(world)]
 
 
-def model_with(hooked: Any) -> DDP:
-    model = DDP(nn.Linear(40, 30))
+def model_with(hooked: Any, **options: Any) -> DDP:
+    model = DDP(nn.Linear(40, 30), **options)
     model.register_comm_hook(hooked.state, hooked.hook)
     return model
 
@@ -136,9 +146,10 @@ def test_a_hook_and_a_transform_give_the_optimizer_the_same(make: Any) -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_nan_goes_through_a_hook_as_it_is() -> None:
+@pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"gradient_as_bucket_view": True}], ids=str)
+def test_nan_goes_through_a_hook_as_it_is(options: Any) -> None:
     compressor = TopK(0.1)
-    model = model_with(compressor)
+    model = model_with(compressor, **options)
     x = torch.ones(1, 40)
     x[0, 3] = float("nan")
     with pytest.warns(NonFiniteWarning):
@@ -147,6 +158,14 @@ def test_nan_goes_through_a_hook_as_it_is() -> None:
     assert isinstance(grad, torch.Tensor) and grad.isnan().sum() == 30 and bool((grad[:, 4] == 1).all())
     assert compressor.nonfinite_gradients == 1  # the bias has none
     assert all(r.isfinite().all() for r in compressor.state_dict()["residuals"])
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_hook_outside_of_a_backward_pass_is_refused() -> None:
+    model = model_with(TopK(0.1))
+    model(torch.ones(1, 40)).sum().backward()
+    with pytest.raises(UsageError, match="outside of a backward pass"):
+        model._match_all_reduce_for_bwd_pass()
 
 
 def test_descriptions_of_ranks_must_be_equal() -> None:

@@ -41,6 +41,8 @@ class Recording:
     events: list[Recorded]
     trusted: bool = True
     """Whether what it reported durable survives the host (durability="os" does not promise that)."""
+    batch_steps: int = 0
+    """With durability="batch": fewer steps than so many are written and not durable. 0: something else is promised."""
 
 
 @dataclass(repr=False)
@@ -53,10 +55,15 @@ class Promise:
     step: int = -1
     """The last step reported durable, and in which era; -1: none."""
     began: bool = False
+    written: int = -1
+    """The last step of this era that was handed to the operating system."""
 
     def hear(self, note: str, trusted: bool = True) -> None:
         if note == "era":
             self.num_eras += 1
+            self.written = -1
+        elif m := re.fullmatch(r"written (\d+)", note):
+            self.written = int(m[1])
         elif m := re.fullmatch(r"durable (-?\d+)", note):
             step = int(m[1])
             if step >= 0:
@@ -95,7 +102,8 @@ def record(root: str, name: str = "one", durability: str = "step", **options: An
         with era_of(path, eras, **options) as (run, train):
             train(2)
             run.close()
-    return Recording(root, eras, recorder.events, trusted=durability != "os")
+    batch_steps = options["batch_steps"] if durability == "batch" else 0
+    return Recording(root, eras, recorder.events, trusted=durability != "os", batch_steps=batch_steps)
 
 
 @dataclass(repr=False)
@@ -104,7 +112,7 @@ class Checker:
 
     shm: str
     name: str = "one"
-    seen: dict[bytes, tuple[int, int]] = field(default_factory=dict)
+    seen: dict[bytes, tuple[int, int, int]] = field(default_factory=dict)
     num_images: int = 0
     outcomes: dict[str, int] = field(default_factory=dict)
     all_steps: bool = False
@@ -118,18 +126,19 @@ class Checker:
     def check(self, disk: Disk, how: Crash, promise: Promise, *, go_on: bool = False) -> None:
         tree = disk.tree(how)
         key = fingerprint_of(tree)
-        asked = (promise.era, promise.step)
+        written = promise.written if type(how) is Crash else -1  # killed: all that was handed to the system is there
+        asked = (promise.era, promise.step, written)
         if key in self.seen and self.seen[key] >= asked:
             return
         self.seen[key] = asked
         self.images.show(tree)
         self.num_images += 1
-        outcome = self.look(promise)
+        outcome = self.look(promise, written)
         self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
         if go_on:
             self.go_on(promise)
 
-    def look(self, promise: Promise) -> str:
+    def look(self, promise: Promise, written: int) -> str:
         path = f"{self.images.root}/{self.name}"
         try:
             history = everstep.open(path)
@@ -139,6 +148,7 @@ class Checker:
             assert not promise.began, f"step {promise.step} was durable, and now: {type(e).__name__}: {e}"
             return type(e).__name__
         lines = promise.lines(newest, state)
+        assert not promise.began or newest >= written, f"step {written} was written, and latest is step {newest}"
         assert lines, (
             f"latest is step {newest}, which is {self.where(promise, newest, state)}; promised was step {promise.step} of "
             f"era {promise.era} or later"
@@ -206,6 +216,8 @@ def replay(
         disk.feed(recorded)
         if recorded.event.op == "note":
             promise.hear(recorded.event.path, recording.trusted)
+            if recording.batch_steps and promise.era == promise.num_eras:
+                assert promise.written - promise.step < recording.batch_steps, "more steps than a batch are not durable"
         fates: list[Crash] = [Nothing()]
         if not disk.is_settled:
             fates += [Crash(), *(Some(seeds.randrange(1 << 30), disk.written) for _ in range(variants))]
@@ -305,6 +317,15 @@ def test_steps_after_a_kill_and_a_restart_survive_a_crash_of_the_host(shm: str) 
     for at in [*points[:8:2], *points[8 :: len(points) // 9]]:
         kill_and_go_on(recording, checker, at, variants=1)
     assert checker.num_images > 200
+
+
+def test_of_a_batch_a_kill_loses_no_step_that_was_written_and_a_power_loss_fewer_than_the_batch(shm: str) -> None:
+    recording = record(f"{shm}/live", durability="batch")
+    notes = [r.event.path for r in recording.events if r.event.op == "note"]
+    assert sum(n.startswith("written") for n in notes) > 2 * sum(n.startswith("synced") for n in notes)
+    checker = Checker(shm)
+    replay(recording, checker, variants=0)
+    assert checker.num_images > 50
 
 
 @pytest.mark.long

@@ -37,6 +37,7 @@ def drawn(random: np.random.Generator) -> Measured:
         live_stall_s=state_bytes / 5e9, restart_s=between(1, 100),
         hook_s=step_s * between(1e-5, 1e-2), failure_rate=1 / between(1800, 30 * 86400),
         host_share=float(random.uniform(0.05, 0.6)),
+        background_s=step_s * between(0.01, 0.5), contention=float(random.choice([0.0, 0.12, 1.0], p=[0.2, 0.7, 0.1])),
     )  # fmt: skip
 
 
@@ -98,7 +99,7 @@ def test_without_what_this_implementation_adds_the_choice_is_that_of_form_b():
 
 
 def test_with_whole_states_only_the_choice_is_dalys():
-    measured = replace(PLAIN, base_s=0.0, live_stall_s=30.0, failure_rate=1 / 7200)
+    measured = replace(PLAIN, disk_bytes_s=math.inf, live_stall_s=30.0, failure_rate=1 / 7200)
     chosen = choose(measured, modes=["snapshot"])
     assert chosen.setting.base_interval * 0.5 == pytest.approx(references.daly(30.0, 7200), rel=0.05)
     assert references.daly(30.0, 7200) == pytest.approx(references.young(30.0, 7200), rel=0.05)
@@ -120,7 +121,7 @@ def test_a_snapshot_is_never_more_frequent_than_checkfreq_allows_without_waiting
     """A write that takes ten steps: one every ten steps, or with PCcheck's two in flight one every five."""
     assert references.checkfreq(5.0, 0.0, 0.5) == 10
     assert references.pccheck(5.0, 2, 1.0, 0.5) == 5
-    measured = replace(PLAIN, base_s=5.0, live_stall_s=0.0, failure_rate=1 / 600)
+    measured = replace(PLAIN, disk_bytes_s=PLAIN.state_bytes / 5.0, live_stall_s=0.0, failure_rate=1 / 600)
     assert choose(measured, modes=["snapshot"]).setting.base_interval == 10
 
 

@@ -1,9 +1,20 @@
 """Averages of what a run measures, and a tuner that changes its mind seldom."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from everstep.tune.averages import INTERFERENCE, PRIOR_S, Averages, BaseMade, Counters, estimated_rate
+from everstep.tune.averages import (
+    CONTENTION,
+    INTERFERENCE,
+    PRIOR_S,
+    Averages,
+    BaseMade,
+    Counters,
+    contention_of,
+    estimated_rate,
+)
 from everstep.tune.model import Limits, Measured, Setting, cost_of
 from everstep.tune.tuner import LARGEST_CHANGE, Tuner
 
@@ -157,3 +168,19 @@ def test_the_failure_rate_begins_with_one_a_day_and_follows_what_happens():
     assert estimated_rate(0, 0.0) == 1 / PRIOR_S
     assert estimated_rate(0, 9 * PRIOR_S) == pytest.approx(0.1 / PRIOR_S)
     assert estimated_rate(100, PRIOR_S) == pytest.approx(50.5 / PRIOR_S)
+
+
+def test_background_work_costs_training_a_part_of_its_processor_time_and_all_of_it_where_no_core_is_left():
+    training = Training()
+    training.bases(3, Setting())
+    averages = Averages({**training.averages.kept(), "background_s": (0.02, 3)})
+    given = {"failure_rate": 0.0, "memory_bytes": 1e9, "segment_bytes": 0, "copy_bytes_s": 1e9}
+    free, crowded = (averages.measured(**given, contention=contention_of(n, 2)) for n in (1, 2))
+    for found, part in ((free, CONTENTION), (crowded, 1.0)):
+        assert found.step_s == pytest.approx(0.1 - part * 0.02)  # a follower folds only while a base is made
+        assert found.base_stall_s == pytest.approx(max(0.2 - part * 200 * 0.01, INTERFERENCE * 0.05))
+        bases = found.base_stall_s / 1000
+        here = part * (0.02 + found.fold_s)
+        for mode, elsewhere, lost_s in (("delta", False, here), ("shadow", False, here), ("shadow", True, part * 0.02)):
+            cost = cost_of(replace(found, elsewhere=elsewhere), Setting(mode=mode, base_interval=1000))
+            assert cost.overhead == pytest.approx((lost_s + bases) / found.step_s)

@@ -45,7 +45,7 @@ class Auditor:
         self._turn = 0
         self._saved_s = self._pass_s = 0.0
         self.error: BaseException | None = None
-        self.busy_s = 0.0
+        self.busy_s = self.cpu_s = 0.0
         self._thread = background.start(self._run, "everstep-audit")
 
     def begin(
@@ -123,6 +123,7 @@ class Auditor:
             complete &= self._hash_some(audit, may, step_s, unhurried=self._full or may_bytes <= UNHURRIED_BYTES)
         audit.complete = complete
         self.busy_s += time.perf_counter() - begun
+        self.cpu_s = time.thread_time()
 
     def _hash_some(self, audit: Audit, may: list[Watched], step_s: float, *, unhurried: bool) -> bool:
         """Hash as much of this as can be afforded, in turn; returns whether that was all."""

@@ -210,8 +210,8 @@ class Capture:
 
     def _tell_residuals(self) -> None:
         if self._residuals and (self.step + 1) % self._residual_interval == 0:
-            for uid in self._residuals:
-                self.put(PendingTensor(uid, self._inventory.tensors[uid].detach().clone()))
+            for uid in self._residuals:  # their memory is not written to again: the next step's have another
+                self.put(PendingTensor(uid, self._inventory.tensors[uid].detach()))
 
     def flush(self, cursor: dict[str, Any] | None = None) -> None:
         """Return when everything committed is durable, or has failed."""
@@ -430,6 +430,10 @@ class Capture:
 
     def background_s(self) -> dict[str, float]:
         return {"write": self.offload.busy_s, "audit": self._auditor.busy_s}
+
+    def background_cpu_s(self) -> float:
+        """Processor time of the threads that write and hash."""
+        return self.offload.cpu_s + self._auditor.cpu_s
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

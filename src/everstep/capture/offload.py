@@ -83,7 +83,8 @@ class Offload:
         self._done_steps = self._done_bytes = 0
         self._frame: _Open | None = None
         self._unsynced = 0
-        self._written_step = -1
+        self.written_step = -1
+        """Every frame of this writer up to this step is with the operating system: it survives the process."""
         self.synced_step = -1
         """Every frame of this writer up to this step is durable."""
         self.claim: Callable[[], int] = lambda: -1
@@ -94,7 +95,7 @@ class Offload:
         self.on_part: Callable[[], None] = lambda: None
         """Some gradients of the open frame have been written before their step."""
         self.error: BaseException | None = None
-        self.busy_s = 0.0
+        self.busy_s = self.cpu_s = 0.0
         self.sync_s = 0.0
         self.waited_s = 0.0
         """The training thread's waiting for room."""
@@ -175,7 +176,8 @@ class Offload:
             begun = time.perf_counter()
             try:
                 if isinstance(job, _Flush):
-                    self._sync_if_needed(force=True)
+                    if self._unsynced:
+                        self._sync(self.written_step)
                     if job.hard and self.error is None:
                         self._log.sync_if_open()
                 elif self.error is None:
@@ -186,6 +188,7 @@ class Offload:
                 self._account(job)
                 del job  # its gradients are freed here, not when the next job arrives
                 self.busy_s += time.perf_counter() - begun
+                self.cpu_s = time.thread_time()
 
     def _write(self, job: PendingCommit | tuple[int, Item, int]) -> None:
         if isinstance(job, PendingCommit):
@@ -240,25 +243,26 @@ class Offload:
         self.frame_bytes = self._log.bytes_written - before
         self._frame = None
         self._encoder.sent.end_frame()
-        self._written_step = job.step
         self._unsynced += 1
-        self._sync_if_needed()
+        if self._unsynced >= self._batch_steps:
+            self._sync(job.step)
+        else:
+            self._log.write_out()
+        self.written_step = job.step
+        files.note(f"written {job.step}")
 
-    def _sync_if_needed(self, *, force: bool = False) -> None:
-        if self._unsynced == 0 or self.error is not None:
-            return
+    def _sync(self, step: int) -> None:
+        """All frames up to this step are durable, as far as `durability` promises."""
         if self._durability == "os":
             self._log.write_out()
-        elif force or self._unsynced >= self._batch_steps:
+        else:
             begun = time.perf_counter()
             self._log.sync()
             self.sync_s += time.perf_counter() - begun
-        else:
-            return
         self._unsynced = 0
-        self.synced_step = self._written_step
-        self.on_durable(self.synced_step)
-        files.note(f"synced {self.synced_step}")
+        self.synced_step = step
+        self.on_durable(step)
+        files.note(f"synced {step}")
 
     def _layout_changed(self, layout: Layout) -> None:
         self._write_layout(layout)

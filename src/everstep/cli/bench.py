@@ -114,6 +114,37 @@ def overhead(
     _measured("overhead", measure, show, folder=folder, json=json, markdown=markdown)
 
 
+@app.command("tune")
+def tune_(
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens a step.")] = 1024,
+    threads: Annotated[int, typer.Option(min=1, help="Training threads.")] = 1,
+    pairs: Annotated[int, typer.Option(min=1, help="Pairs of two blocks with and two without.")] = 20,
+    base_interval: Annotated[int, typer.Option(min=4, help="Steps between bases.")] = 40,
+    codec: Annotated[str, typer.Option(help="Compress gradients: none, topk, quantize, fp16, bf16.")] = "none",
+    quick: Quick = False,
+    folder: Folder = None,
+    json: Json = False,
+    markdown: Markdown = False,
+) -> None:
+    """What the tuner's model predicts of overhead and recovery, against what is measured."""
+    from everstep.bench import overhead as bench
+    from everstep.bench import tune as prediction
+    from everstep.bench.workloads import CODECS
+
+    if codec not in CODECS:
+        raise typer.BadParameter(f"--codec must be one of {', '.join(CODECS)}, not {codec!r}")
+
+    def measure(place: str, told: Told) -> Found:
+        settings = bench.Settings(
+            workload=_workload(tokens, quick), num_threads=threads, num_pairs=min(pairs, 2) if quick else pairs,
+            block_steps=4 if quick else None, base_interval=8 if quick else base_interval, num_peer_pairs=0, folder=place,
+            wait_for_follower=not quick, codec=codec,
+        )  # fmt: skip
+        return prediction.measure(settings, told)
+
+    _measured("tune", measure, _show_tune, folder=folder, json=json, markdown=markdown)
+
+
 @app.command("frames")
 def frames_(
     steps: Annotated[int, typer.Option(min=1, help="Frames that are measured, for each way to compress.")] = 4,
@@ -265,6 +296,19 @@ def _workload(tokens: int, quick: bool) -> Workload:
 
     workload = Workload(tokens=tokens)
     return workload.quick() if quick else workload
+
+
+def _show_tune(found: Found) -> Shown:
+    o, r = found["overhead"], found["recovery"]
+    m = {end: f"{100 * value:.2f} %" for end, value in o["measured"].items()}
+    rows = [
+        ("overhead", f"{100 * o['predicted']:.2f} %", f"{m['median']} ({m['low']} to {m['high']})",
+         f"{100 * o['difference']:+.2f} points"),
+        (f"recovery, {r['steps']} steps to replay", f"{r['predicted_s']:.3f} s", f"{r['measured_s']:.3f} s",
+         f"{100 * (r['ratio'] - 1):+.0f} %"),
+    ]  # fmt: skip
+    yield Table(("", "predicted", "measured", "difference"), rows)
+    yield "predicted overhead: " + ", ".join(f"{name} {100 * value:.2f} %" for name, value in o["parts"].items())
 
 
 def _show_frames(found: Found) -> Shown:

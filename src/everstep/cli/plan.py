@@ -34,6 +34,9 @@ def plan(
     restart_s: Annotated[float, typer.Option(help="Seconds from a failure until new processes ask for their state.")] = 30.0,
     host_share: Annotated[float, typer.Option(help="Part of the failures that take a host's memory with them.")] = 0.1,
     interference: Annotated[float, typer.Option(help="What making a base costs training, as a part of its time.")] = 0.02,
+    contention: Annotated[
+        float, typer.Option(help="What training loses of background work's processor time: 1 if it uses every core.")
+    ] = 0.12,
     max_overhead: Annotated[float | None, typer.Option(help="Part of the training time that saving may cost.")] = None,
     max_recovery_s: Annotated[float | None, typer.Option(help="What bringing a state back may take at worst.")] = None,
     max_gb: Annotated[float | None, typer.Option(help="What the run may take on disk at worst, all ranks.")] = None,
@@ -48,7 +51,7 @@ def plan(
         params=count(params), step_s=step_s, mtbf_s=mtbf_h * 3600, precision=precision, optimizer=optimizer,
         compression=compression, topk_ratio=topk_ratio, ranks=ranks, disk_bytes_s=disk_gbs * 1e9, sync_s=sync_ms / 1e3,
         link_bytes_s=link_gbs * 1e9, copy_bytes_s=copy_gbs * 1e9, fold_params_s=fold_mparams * 1e6, cores=cores,
-        restart_s=restart_s, host_share=host_share, interference=interference,
+        restart_s=restart_s, host_share=host_share, interference=interference, contention=contention,
         memory_bytes=float("inf") if memory_gb is None else memory_gb * 1e9,
     )  # fmt: skip
     max_bytes = None if max_gb is None else max_gb * 1e9
@@ -102,7 +105,7 @@ def _print(found: Plan) -> None:
     for row in found.rows:
         for broken in row.decision.broken:
             out.print(f"! {row.name}: cannot be within {broken}", markup=False)
-    out.print("snapshot is for comparison: this version has no such mode.", markup=False)
+    out.print("snapshot is for comparison: mode='auto' does not choose it.", markup=False)
 
 
 def _mark(found: Plan, row: Row) -> str:

@@ -6,7 +6,8 @@ is again of the payload's form. Everything is by parameter: DDP packs gradients 
 first backward.
 
 A gradient with NaN or infinite elements (on any rank) is not compressed at that step: it goes on as it is, bit for bit, is
-counted and told of. Its residual waits.
+counted and told of. Its residual waits. Ranks tell each other of such gradients in the messages that they send anyway;
+when backward has ended, and if there are any, their dense mean is made.
 """
 
 # No `from __future__ import annotations`: DDP looks at the annotations of hooks, and wants classes.
@@ -30,6 +31,7 @@ from everstep.errors import NonFiniteWarning, UsageError
 from everstep.payloads import Payload
 
 RESIDUALS = ("base", "log")
+_queue_callback: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 P = TypeVar("P", bound=Payload)
 
 
@@ -40,6 +42,15 @@ class _Known:
     param: torch.Tensor
     index: int
     residual: torch.Tensor | None
+    """Nobody writes to it: a step makes another. So whoever stores it may hold it by reference."""
+    shown: torch.Tensor | None = None
+    """A tensor that stays the same object and always has the residual's memory: what is stored."""
+
+    def leave_out(self, rest: torch.Tensor) -> None:
+        """This is the residual from now on."""
+        self.residual = rest
+        if self.shown is not None:
+            self.shown.data = rest.view(self.shown.shape)
 
 
 class Compressor(Generic[P]):
@@ -80,8 +91,11 @@ class Compressor(Generic[P]):
         """Fill `out`, which is flat, with what the payload stands for."""
         raise NotImplementedError
 
-    def exchange(self, mine: list[P], seeds: list[int], group: Any) -> "Future[list[P]]":
-        """The mean of these payloads over all ranks, the same on each. One collective."""
+    def exchange(
+        self, mine: list[P], odd: list[bool], seeds: list[int], group: Any
+    ) -> "Future[tuple[list[P], list[bool]]]":
+        """The mean of these payloads over all ranks, the same on each, and which of them are `odd` on any. One collective,
+        which nobody waits for here."""
         raise NotImplementedError
 
     # -- without DDP ----------------------------------------------------------------------------------------------------
@@ -162,36 +176,48 @@ class Compressor(Generic[P]):
             return _all_reduced(bucket.buffer(), world, group)
         known = [self._know(p) for p in params]
         wholes = [self._with_residual(k, g) for k, g in zip(known, grads, strict=True)]
-        odd = self._odd(wholes, group)
-        for g, is_odd in zip(grads, odd, strict=True):
-            if is_odd and world > 1:
-                dist.all_reduce(g.div_(world), group=group)
-        self._leave_alone(sum(odd))
-        left = [i for i, is_odd in enumerate(odd) if not is_odd]
-        mine = []
-        for i in left:
-            payload = self.compress(wholes[i], self._seed(known[i], dist.get_rank(group)))
-            if known[i].residual is not None:
-                self.write(payload, grads[i])
-                self._keep_rest(known[i], wholes[i], grads[i])
-            mine.append(payload)
-        seeds = [self._seed(known[i], -1) for i in left]
-        buffer = bucket.buffer()
+        odd = [not _is_finite(w) for w in wholes]
+        rank = dist.get_rank(group)
+        # What is odd takes its place in the message all the same, as zeros: messages of all ranks are of one length.
+        mine = [
+            self.compress(torch.zeros_like(w) if is_odd else w, self._seed(k, rank))
+            for k, w, is_odd in zip(known, wholes, odd, strict=True)
+        ]
+        seeds = [self._seed(k, -1) for k in known]
+        buffer, left_alone = bucket.buffer(), []
 
-        def finish(future: "Future[list[P]]") -> Any:
-            for i, payload in zip(left, future.value(), strict=True):
+        def finish(future: "Future[tuple[list[P], list[bool]]]") -> Any:
+            mean, odd = future.value()
+            for i, (payload, is_odd) in enumerate(zip(mean, odd, strict=True)):
+                if is_odd:
+                    left_alone.append(grads[i])
+                    continue
+                if known[i].residual is not None:
+                    self.write(mine[i], grads[i])
+                    self._keep_rest(known[i], wholes[i], grads[i])
                 self.write(payload, grads[i])
                 if payloads.readers and shaped[i].is_contiguous():
                     payloads.leave(params[i], payload)
             return buffer
 
-        return _then(_done(mine) if world == 1 or not mine else self.exchange(mine, seeds, group), finish)
+        done = _then(_done((mine, odd)) if world == 1 else self.exchange(mine, odd, seeds, group), finish)
 
-    def _odd(self, wholes: list[torch.Tensor], group: Any) -> list[bool]:
-        """Which gradients have elements that are not finite, on any rank."""
-        flags = torch.tensor([not _is_finite(w) for w in wholes], dtype=torch.uint8, device=wholes[0].device)
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
-        return [bool(f) for f in flags.tolist()]
+        def settle() -> None:
+            """When backward has computed everything, just before DDP itself waits for what is under way."""
+            done.wait()
+            for g in left_alone:
+                if world > 1:
+                    dist.all_reduce(g.div_(world), group=group)
+            self._leave_alone(len(left_alone))
+
+        try:
+            _queue_callback(settle)
+        except RuntimeError as e:
+            raise UsageError(
+                "a compressor's hook was called outside of a backward pass, as DDP's join() does for ranks without data: "
+                "give all ranks equally many batches (everstep.data.Sampler does)"
+            ) from e
+        return done
 
     # -- by parameter ---------------------------------------------------------------------------------------------------
 
@@ -211,14 +237,18 @@ class Compressor(Generic[P]):
             known = self._know(p)
             known.index = index
             if known.residual is not None:
-                self.residuals.register_buffer(name.replace(".", "/"), known.residual)
+                # That of a DTensor is one, too: it belongs to those elements of the whole, and to no others.
+                shape = sharding.local(p).shape if sharding.is_sharded(p) else known.residual.shape
+                buffer = sharding.like(known.residual.view(shape), p)
+                known.shown = sharding.local(buffer)
+                self.residuals.register_buffer(name.replace(".", "/"), buffer)
 
     def _with_residual(self, known: _Known, flat: torch.Tensor) -> torch.Tensor:
         return flat if known.residual is None else flat + known.residual
 
     def _keep_rest(self, known: _Known, whole: torch.Tensor, out: torch.Tensor) -> None:
         if known.residual is not None:
-            torch.sub(whole, out, out=known.residual)
+            known.leave_out(whole.sub_(out))
 
     def _seed(self, known: _Known, rank: int) -> int:
         """For this gradient of this step: whatever is drawn depends on nothing else. Rank -1: on all ranks the same."""
@@ -259,7 +289,7 @@ class Compressor(Generic[P]):
         self.set_position(state)
         for k, r in zip(known, state["residuals"], strict=True):
             if k.residual is not None:
-                k.residual.copy_(r)
+                k.leave_out(r.clone())
 
 
 def _in_memory(grad: torch.Tensor) -> torch.Tensor:
@@ -289,9 +319,18 @@ def _all_reduced(buffer: torch.Tensor, world: int, group: Any) -> Future[torch.T
     return _then(work.get_future(), lambda future: buffer)
 
 
-def gathered(message: torch.Tensor, group: Any, merge: "Callable[[list[torch.Tensor]], list[P]]") -> "Future[list[P]]":
-    """merge() of the messages of all ranks, in their order."""
-    found = [torch.empty_like(message) for _ in range(dist.get_world_size(group))]
-    work: Any = dist.all_gather(found, message, group=group, async_op=True)
-    future: Future[list[P]] = work.get_future().then(lambda _: merge(found))
+def gathered(
+    message: torch.Tensor, odd: list[bool], group: Any, merge: "Callable[[list[torch.Tensor]], list[P]]"
+) -> "Future[tuple[list[P], list[bool]]]":
+    """merge() of the messages of all ranks, in their order, and what is `odd` on any of them."""
+    flags = torch.tensor(odd, dtype=torch.uint8, device=message.device)
+    sent = torch.cat([message, flags])
+    found = [torch.empty_like(sent) for _ in range(dist.get_world_size(group))]
+    work: Any = dist.all_gather(found, sent, group=group, async_op=True)
+
+    def merged(_: Any) -> tuple[list[P], list[bool]]:
+        of_any = torch.stack([m[len(message) :] for m in found]).amax(dim=0)
+        return merge([m[: len(message)] for m in found]), of_any.bool().tolist()
+
+    future: Future[tuple[list[P], list[bool]]] = work.get_future().then(merged)
     return future

@@ -34,10 +34,18 @@ class Half(Compressor[Words]):
     def write(self, payload: Words, out: torch.Tensor) -> None:
         out.copy_(payload.words)
 
-    def exchange(self, mine: list[Words], seeds: list[int], group: Any) -> Future[list[Words]]:
+    def exchange(
+        self, mine: list[Words], odd: list[bool], seeds: list[int], group: Any
+    ) -> Future[tuple[list[Words], list[bool]]]:
         sizes = [w.numel for w in mine]
-        # Divided first: then no sum is out of range.
+        # Divided first: then no sum is out of range, or by rounding alone.
         words = torch.cat([w.words for w in mine]).div_(dist.get_world_size(group))
-        work: Any = dist.all_reduce(words, group=group, async_op=True)
-        found: Future[list[Words]] = work.get_future().then(lambda _: [Words(w) for w in torch.split(words, sizes)])
-        return found
+        message = torch.cat([words, torch.tensor(odd, dtype=words.dtype, device=words.device)])
+        work: Any = dist.all_reduce(message, group=group, async_op=True)
+
+        def mean(_: Any) -> tuple[list[Words], list[bool]]:
+            *found, flags = torch.split(message, [*sizes, len(odd)])
+            return [Words(w.clamp_(-self._largest, self._largest)) for w in found], (flags > 0).tolist()
+
+        future: Future[tuple[list[Words], list[bool]]] = work.get_future().then(mean)
+        return future

@@ -60,7 +60,9 @@ class Quantize(Compressor[Codes]):
         rows = F.pad(payload.codes, (0, -out.numel() % BLOCK)).view(-1, BLOCK)
         out.copy_((rows * payload.scales.float().unsqueeze(1)).view(-1)[: out.numel()])
 
-    def exchange(self, mine: list[Codes], seeds: list[int], group: Any) -> Future[list[Codes]]:
+    def exchange(
+        self, mine: list[Codes], odd: list[bool], seeds: list[int], group: Any
+    ) -> Future[tuple[list[Codes], list[bool]]]:
         sizes = [(c.scales.numel(), c.numel) for c in mine]
         # Every rank sends a code in a byte: what is stored is what counts.
         message = torch.cat([part for c in mine for part in (c.scales.view(torch.uint8), c.codes.view(torch.uint8))])
@@ -78,7 +80,7 @@ class Quantize(Compressor[Codes]):
                 found.append(self.compress(total.div_(len(parts)), seeds[at]))
             return found
 
-        return gathered(message, group, merge)
+        return gathered(message, odd, group, merge)
 
 
 def _rounded_up(scales: torch.Tensor) -> torch.Tensor:

@@ -41,7 +41,9 @@ class TopK(Compressor[Kept]):
         out.zero_()
         out[payload.indices] = payload.values
 
-    def exchange(self, mine: list[Kept], seeds: list[int], group: Any) -> Future[list[Kept]]:
+    def exchange(
+        self, mine: list[Kept], odd: list[bool], seeds: list[int], group: Any
+    ) -> Future[tuple[list[Kept], list[bool]]]:
         numels, counts = [k.numel for k in mine], [k.indices.numel() for k in mine]
         dtype = mine[0].dtype
         values = torch.cat([k.values for k in mine]).view(torch.uint8)
@@ -57,7 +59,7 @@ class TopK(Compressor[Kept]):
                 _mean([i[at] for i, _ in per_rank], [v[at] for _, v in per_rank], numels[at]) for at in range(len(numels))
             ]
 
-        return gathered(message, group, merge)
+        return gathered(message, odd, group, merge)
 
 
 def _mean(indices: list[torch.Tensor], values: list[torch.Tensor], numel: int) -> Kept:

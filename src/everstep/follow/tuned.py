@@ -6,15 +6,18 @@ All of this happens in the keeper's thread, when a base begins and when it is th
 from __future__ import annotations
 
 import datetime
+import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import torch
+
 from everstep.errors import CorruptionError
 from everstep.format.documents import TuningDocument
 from everstep.store.runs import RunPath
-from everstep.tune.averages import Averages, BaseMade, Counters, estimated_rate
+from everstep.tune.averages import Averages, BaseMade, Counters, contention_of, estimated_rate
 from everstep.tune.choice import Decision, choose
 from everstep.tune.model import Limits, Measured, Setting
 from everstep.tune.tuner import Tuner, Verdict, is_worth
@@ -40,7 +43,19 @@ class Ground:
         return averages.measured(
             failure_rate=estimated_rate(document.num_failures, document.up_s + up_s) if rate is None else rate,
             memory_bytes=self.memory_bytes, segment_bytes=self.segment_bytes, copy_bytes_s=COPY_BYTES_S,
+            contention=contention_of(torch.get_num_threads() * num_local_ranks(), num_cores()),
         )  # fmt: skip
+
+
+def num_cores() -> int:
+    """That this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def num_local_ranks() -> int:
+    """Of this job on this host, as torchrun says."""
+    told = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(told) if told.isdecimal() else 1
 
 
 class Tuned:

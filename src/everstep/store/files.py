@@ -188,6 +188,23 @@ class Appender:
         if ready:
             self._pwrite(ready)
 
+    def write_out(self) -> None:
+        """Hand the same to the operating system without waiting for the device: through the page cache, past O_DIRECT."""
+        with self._cached():
+            self.flush()
+
+    @contextlib.contextmanager
+    def _cached(self) -> Iterator[None]:
+        """Writes go to the page cache meanwhile."""
+        flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
+        if self.direct:
+            fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+        try:
+            yield
+        finally:
+            if self.direct:
+                fcntl.fcntl(self._fd, fcntl.F_SETFL, flags)
+
     def _pwrite(self, num_bytes: int) -> None:
         view = memoryview(self._staging)[:num_bytes]
         with _reported("write", self.path):
@@ -230,10 +247,8 @@ class Appender:
             if self._filled:
                 self.flush()
             if self._filled:
-                if self.direct:
-                    flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
-                    fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
-                self._pwrite(self._filled)
+                with self._cached():
+                    self._pwrite(self._filled)
             if sync:
                 with _reported("sync", self.path):
                     os.fsync(self._fd)

@@ -36,7 +36,7 @@ class Appender(Protocol):
 
     def pad(self, multiple: int) -> None: ...
 
-    def flush(self) -> None: ...
+    def write_out(self) -> None: ...
 
     def sync(self) -> None: ...
 
@@ -245,9 +245,9 @@ class LogWriter:
         self.last = FrameEntry(self._step, self._begin, at, self._file.path, self._generation, self._file.offset)
 
     def write_out(self) -> None:
-        """Hand everything to the operating system: survives the process, not the host."""
+        """Hand every finished frame to the operating system: survives the process, not the host."""
         assert self._file is not None
-        self._file.flush()
+        self._file.write_out()
         self._file.check_still_there()
 
     def sync(self) -> None:

@@ -28,6 +28,8 @@ MAX_LAG = 4
 """In base intervals: if there has been no base for so long, the trainer takes one (see follow.keeper)."""
 FOLLOWER_SHARE = 0.5
 """Of the time that folding leaves to it, a follower may spend so much on writing bases: the rest is for catching up."""
+SLOTS = 3
+"""Of the pool that snapshots are written to, each of the size of the state."""
 FRAMES_IN_MEMORY = 4
 """That a shadow may be behind."""
 
@@ -77,9 +79,13 @@ class Measured:
     batch_stall_s: float = 0.0
     """What training waits for a sync, beside waiting for a writer that cannot keep up."""
     base_stall_s: float = 0.0
-    """What training loses by a base that a follower makes."""
+    """What training loses by a base that a follower makes, beside what folding costs."""
     live_stall_s: float = 0.0
-    """What training loses by a base that the trainer takes itself."""
+    """What training loses by a snapshot of its own: the copying of what has not left when the next update comes."""
+    background_s: float = 0.0
+    """Processor time that saving a step takes in the background, without a follower's."""
+    contention: float = 0.0
+    """What part of the processor time of background work training loses by it: cores, caches and memory that both use."""
     restart_s: float = 0.0
     """From a failure until a new process asks for its state."""
     failure_rate: float
@@ -104,8 +110,9 @@ class Measured:
         for name in ("step_s", "failure_rate", "state_bytes"):
             if math.isinf(getattr(self, name)):
                 raise UsageError(f"{name} must be finite")
-        if self.host_share > 1:
-            raise UsageError(f"host_share must be from 0 to 1, a part of all failures, not {self.host_share}")
+        for name in ("host_share", "contention"):
+            if getattr(self, name) > 1:
+                raise UsageError(f"{name} must be from 0 to 1, a part of a whole, not {getattr(self, name)}")
         if not self.codecs or any(not c.frame_bytes >= 0 or not c.encode_s >= 0 for c in self.codecs):
             raise UsageError("there must be a codec, and its bytes and seconds must be numbers from 0 on")
 
@@ -193,7 +200,7 @@ def costs(measured: Measured, mode: str, codec: Codec, interval: Number, batch: 
 def _delta(m: Measured, codec: Codec, interval: Number, batch: Number, bases: int) -> Cost:
     write_s = codec.encode_s + codec.frame_bytes / m.disk_bytes_s
     waiting = np.maximum(write_s + m.sync_s / batch - m.step_s, 0.0) / m.step_s
-    stalls_s = m.hook_s + m.base_stall_s / interval + m.batch_stall_s / batch
+    stalls_s = m.hook_s + shared_s(m) + m.base_stall_s / interval + m.batch_stall_s / batch
     overhead = stalls_s / m.step_s + waiting
     step_s = m.step_s * (1 + overhead)
     making_s = interval * m.fold_s + m.base_s  # the follower folds when it is asked for a base
@@ -216,7 +223,7 @@ def _delta(m: Measured, codec: Codec, interval: Number, batch: Number, bases: in
 def _shadow(m: Measured, codec: Codec, interval: Number, bases: int) -> Cost:
     ship_s = codec.encode_s + codec.frame_bytes / m.ship_bytes_s
     waiting = max(ship_s - m.step_s, m.fold_s - m.step_s, 0.0) / m.step_s
-    overhead = (m.hook_s + m.base_stall_s / interval) / m.step_s + waiting
+    overhead = (m.hook_s + shared_s(m, elsewhere=m.elsewhere) + m.base_stall_s / interval) / m.step_s + waiting
     step_s = m.step_s * (1 + overhead)
     gone = shadow_loss(m)
     kinds = [(1.0 - gone, step_s, ship_s, m.fetch_s), (gone, interval * step_s, m.base_s, m.load_s)]
@@ -238,18 +245,30 @@ def shadow_loss(m: Measured) -> float:
     return m.host_share**2 if m.elsewhere else m.host_share
 
 
+def shared_s(m: Measured, *, elsewhere: bool = False) -> float:
+    """What training loses a step to background work; folding, which a follower does for every step, is a part of that unless
+    it is done on another host."""
+    return m.contention * (m.background_s + (0.0 if elsewhere else m.fold_s))
+
+
+def snapshot_s(m: Measured) -> float:
+    """Until a snapshot has left: written once, and neither folded nor read back."""
+    return m.state_bytes / m.disk_bytes_s
+
+
 def _snapshot(m: Measured, interval: Number, bases: int) -> Cost:
-    waiting = np.maximum(m.base_s / interval - m.step_s, 0.0) / m.step_s
-    overhead = m.live_stall_s / (interval * m.step_s) + waiting
+    written_s = snapshot_s(m)
+    waiting = np.maximum(written_s / interval - m.step_s, 0.0) / m.step_s
+    overhead = (m.live_stall_s + m.contention * written_s) / (interval * m.step_s) + waiting
     between_s = interval * m.step_s * (1 + overhead)
     return Cost(
         overhead=overhead,
-        lost_s=between_s / 2 + m.base_s,
+        lost_s=between_s / 2 + written_s,
         recovery_s=m.load_s + 0 * interval,
         worst_recovery_s=m.load_s + 0 * interval,
-        kept_bytes=(bases + 1) * m.state_bytes + 0 * interval,
-        memory_bytes=m.state_bytes + 0 * interval,
-        goodput=_goodput(m, overhead, [(1.0, between_s, m.base_s, m.load_s)]),
+        kept_bytes=(SLOTS + bases + 1) * m.state_bytes + 0 * interval,
+        memory_bytes=max(m.state_bytes - m.step_s * m.disk_bytes_s, 0.0) + 0 * interval,
+        goodput=_goodput(m, overhead, [(1.0, between_s, written_s, m.load_s)]),
         keeps_up=np.inf + 0 * interval,
     )
 

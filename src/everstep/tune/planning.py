@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from everstep.errors import UsageError
+from everstep.tune.averages import CONTENTION
 from everstep.tune.choice import Decision, choose
 from everstep.tune.model import Codec, Limits, Measured
 
@@ -49,13 +50,17 @@ class Assumed:
     """Of the failures, those that take the host with them."""
     interference: float = 0.02
     """What a base in the background costs training, as a part of the time that making it takes."""
+    handle_bytes_s: float = 1.6e9
+    """Of a gradient: what one core encodes, writes and hashes in a second."""
+    contention: float = CONTENTION
+    """What part of that processor time training loses: 1 where it uses every core."""
 
     def __post_init__(self) -> None:
         for each in fields(self):
             value = getattr(self, each.name)
             if each.type in ("float", "int") and not (isinstance(value, int | float) and value >= 0):
                 raise UsageError(f"{each.name} must be a number from 0 on, not {value!r}")
-        speeds = ("disk_bytes_s", "link_bytes_s", "copy_bytes_s", "fold_params_s")
+        speeds = ("disk_bytes_s", "link_bytes_s", "copy_bytes_s", "fold_params_s", "handle_bytes_s")
         for name in ("params", "step_s", "mtbf_s", "memory_bytes", *speeds):
             if not getattr(self, name) > 0:
                 raise UsageError(f"{name} must be more than 0")
@@ -70,8 +75,8 @@ class Assumed:
                 raise UsageError(f"{name} must be one of {', '.join(known)}, not {getattr(self, name)!r}")
         if not 0 < self.topk_ratio <= 1:
             raise UsageError(f"topk_ratio must be above 0 and at most 1, not {self.topk_ratio}")
-        if self.host_share > 1 or self.interference > 1:
-            raise UsageError("host_share and interference must be from 0 to 1: they are parts of a whole")
+        if max(self.host_share, self.interference, self.contention) > 1:
+            raise UsageError("host_share, interference and contention must be from 0 to 1: they are parts of a whole")
 
     @property
     def state_bytes(self) -> float:
@@ -97,7 +102,7 @@ class Row:
     name: str
     decision: Decision
     available: bool = True
-    """Whether attach() has it."""
+    """Whether `mode="auto"` may choose it."""
 
 
 @dataclass(frozen=True)
@@ -152,6 +157,8 @@ def measured(assumed: Assumed, *, elsewhere: bool = False) -> Measured:
         disk_bytes_s=a.disk_bytes_s, sync_s=a.sync_s, base_s=base_s, load_s=state_bytes / a.disk_bytes_s,
         replay_s=max(fold_s / a.cores, frame_bytes / a.disk_bytes_s), fold_s=max(fold_s, frame_bytes / a.disk_bytes_s),
         fetch_s=state_bytes / link_bytes_s, ship_bytes_s=link_bytes_s, elsewhere=elsewhere,
-        base_stall_s=a.interference * base_s, live_stall_s=state_bytes / a.copy_bytes_s, restart_s=a.restart_s,
+        base_stall_s=a.interference * base_s, restart_s=a.restart_s,
+        live_stall_s=max(state_bytes - a.step_s * a.disk_bytes_s, 0.0) / a.copy_bytes_s,
+        background_s=a.params * BYTES[a.precision] / a.ranks / a.handle_bytes_s, contention=a.contention,
         failure_rate=1 / a.mtbf_s, host_share=a.host_share, memory_bytes=a.memory_bytes,
     )  # fmt: skip

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from everstep.tune.model import MAX_LAG, Measured, Setting, shadow_loss
+from everstep.tune.model import MAX_LAG, Measured, Setting, shadow_loss, shared_s, snapshot_s
 
 Array = npt.NDArray[np.float64]
 
@@ -117,20 +117,20 @@ def _mechanics_of(m: Measured, s: Setting) -> tuple[float, ...]:
     codec = m.codec(s.codec)
     if s.mode == "delta":
         write_s = codec.encode_s + codec.frame_bytes / m.disk_bytes_s
-        step_s = m.hook_s + max(m.step_s, write_s + m.sync_s / s.batch_steps)
+        step_s = m.hook_s + shared_s(m) + max(m.step_s, write_s + m.sync_s / s.batch_steps)
         batch, batch_stall_s, base_stall_s = s.batch_steps, m.batch_stall_s, m.base_stall_s
         written_s, base_s = write_s + m.sync_s, s.base_interval * m.fold_s + m.base_s
         fetch_s, only_bases = np.inf, 0.0
     elif s.mode == "shadow":
         ship_s = codec.encode_s + codec.frame_bytes / m.ship_bytes_s
-        step_s = m.hook_s + max(m.step_s, ship_s, m.fold_s)
+        step_s = m.hook_s + shared_s(m, elsewhere=m.elsewhere) + max(m.step_s, ship_s, m.fold_s)
         batch, batch_stall_s, base_stall_s = 1, 0.0, m.base_stall_s
         written_s, base_s = ship_s, m.base_s
         fetch_s, only_bases = m.fetch_s, shadow_loss(m)
     else:
-        step_s = max(m.step_s, m.base_s / s.base_interval)
-        batch, batch_stall_s, base_stall_s = 1, 0.0, m.live_stall_s
-        written_s, base_s = 0.0, m.base_s
+        step_s = max(m.step_s, snapshot_s(m) / s.base_interval)
+        batch, batch_stall_s, base_stall_s = 1, 0.0, m.live_stall_s + m.contention * snapshot_s(m)
+        written_s, base_s = 0.0, snapshot_s(m)
         fetch_s, only_bases = np.inf, 1.0
     interval = float(s.base_interval)
     if s.mode == "delta":  # one base at a time: the next is begun when the last is done, or taken by the trainer

@@ -1,0 +1,137 @@
+"""What the tuner's model predicts against what is measured: overhead, and recovery after a kill.
+
+A trainer process of the overhead benchmark's model runs with `tune=True`, and is killed twice. What its run has measured by
+then goes into the model, as the tuner does it; only what the tuner decides is not put into force, so that bases come at the
+interval that is asked for. The first recovery teaches the model how quick recoveries are, the second is compared with what
+it then expects. Overhead is measured beside that, in blocks with Everstep and without (overhead.py), at the same interval.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from everstep.bench import overhead, workloads
+from everstep.bench.progress import Progress, silent
+from everstep.bench.workloads import Workload
+from everstep.follow.tuned import Ground, read
+from everstep.run import attach
+from everstep.store.runs import RunPath
+from everstep.tune.averages import Averages
+from everstep.tune.model import Limits, Measured, Setting, cost_of, shared_s
+
+BASES = 6
+"""That the model learns from, before the first kill."""
+
+_TRAINER = """
+import json, sys
+from everstep.bench.tune import train
+train(**json.loads(sys.argv[1]))
+"""
+
+
+def train(*, path: str, workload: dict[str, Any], num_threads: int, interval: int, codec: str) -> None:
+    """In the trainer: resume, say what that took, then train until killed, and say how far it is."""
+    torch.set_num_threads(num_threads)
+    w = Workload(**workload)
+    model, optimizer = workloads.build(w)
+    compressor = workloads.compressor(codec, optimizer)
+    batches = workloads.endless(workloads.batches(w))
+    run = attach(model, optimizer, path, tune=True, base_interval=interval, compress=compressor, quiet=True)
+    run.resume()
+    keeper: Any = run._keeper
+    keeper.tuned._apply = lambda setting: None
+    while True:
+        workloads.train_step(model, optimizer, next(batches))
+        run.commit()
+        stats = run.stats()
+        told = {
+            "step": stats["step"], "written_step": stats["written_step"], "bases": stats["follower_bases"],
+            "recovered": run._replayed,
+        }  # fmt: skip
+        print(json.dumps(told), flush=True)
+
+
+def measure(settings: overhead.Settings, progress: Progress = silent) -> dict[str, Any]:
+    """Both, as a plain dict. `settings.base_interval` must be given, and `settings.mode` be "delta"."""
+    interval = settings.base_interval
+    assert interval is not None and settings.mode == "delta"
+    top = tempfile.mkdtemp(prefix="everstep-bench-", dir=settings.folder)
+    path = os.path.join(top, "run")
+    arguments = {
+        "path": path, "workload": asdict(settings.workload), "num_threads": settings.num_threads, "interval": interval,
+        "codec": settings.codec,
+    }  # fmt: skip
+    num_bases = 3 if not settings.wait_for_follower else BASES
+    try:
+        progress("a run learns", 0, 3)
+        _life(arguments, lambda told: told["bases"] >= num_bases)
+        progress("killed once", 1, 3)
+        first = _life(arguments, lambda told: told["bases"] >= 2 and told["step"] % interval > interval // 2)
+        known = _measured(path, settings.num_threads)
+        progress("killed twice", 2, 3)
+        second = _life(arguments, lambda told: True)
+        progress("killed three times", 3, 3)
+    finally:
+        shutil.rmtree(top, ignore_errors=True)
+    measured = overhead.measure(settings, progress)
+    seconds, num_steps = second["recovered"]
+    expected_s = known.load_s + known.replay_s * num_steps
+    predicted = cost_of(known, Setting(base_interval=interval)).overhead
+    ratio = measured["ratio"]
+    return {
+        **{k: measured[k] for k in ("tokens", "num_threads", "num_parameters", "num_pairs", "base_interval", "codec")},
+        "overhead": {
+            "predicted": predicted,
+            "parts": {
+                "hooks": known.hook_s / known.step_s,
+                "background": shared_s(known) / known.step_s,
+                "bases": known.base_stall_s / interval / known.step_s,
+            },
+            "measured": {end: value - 1 for end, value in ratio.items()},
+            "difference": predicted - (ratio["median"] - 1),
+        },
+        "recovery": {
+            "steps": num_steps, "predicted_s": expected_s, "measured_s": seconds, "ratio": expected_s / seconds,
+            "first_measured_s": first["recovered"][0], "first_steps": first["recovered"][1],
+        },
+        "model": asdict(known),
+    }  # fmt: skip
+
+
+def _life(arguments: dict[str, Any], is_enough: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    """A trainer until it has told enough; then it is killed. What it told last."""
+    process = subprocess.Popen([sys.executable, "-c", _TRAINER, json.dumps(arguments)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    told: dict[str, Any] = {}
+    try:
+        for line in process.stdout:
+            told = json.loads(line)
+            if is_enough(told):
+                return told
+        raise AssertionError(f"the trainer died at step {told.get('step', 0)}")
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def _measured(path: str, num_threads: int) -> Measured:
+    """What the tuner of this run would put into the model now."""
+    document = read(RunPath(path))
+    ground = Ground(limits=Limits(), failure_rate=0.0, memory_bytes=1e12, segment_bytes=0.0)
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        return ground.measured(Averages(document.averages), document, 0.0)
+    finally:
+        torch.set_num_threads(before)
