@@ -157,7 +157,7 @@ def reshard(
     folder: Folder = None,
     json: Json = False,
 ) -> None:
-    """Time to load a run under another number of ranks (FSDP2) over that under the same."""
+    """Time to load a run under another number of ranks (FSDP2) over that of one that so many ranks wrote."""
     from everstep.bench import reshard as bench
 
     folder = _folder(folder)
@@ -203,13 +203,15 @@ def _print_frames(found: dict[str, Any]) -> None:
 def _print_reshard(found: dict[str, Any]) -> None:
     from rich.table import Table
 
-    table = Table("ranks", "everstep", "over the same layout", "over a run of their own", "dcp")
+    table = Table("ranks", "everstep", "what they wrote themselves", "times that", "dcp", "times its own")
     for n, seconds in found["median_s"]["everstep"].items():
+        own = found["own_median_s"]["everstep"][n]
         dcp = found["median_s"].get("dcp", {}).get(n)
-        ratios = (found[key].get(n) for key in ("ratio", "ratio_to_own"))
+        ratios = [found["ratio_to_own"].get(way, {}).get(n) for way in ("everstep", "dcp")]
+        mine, theirs = ("" if r is None else f"{r:.2f}" for r in ratios)
         table.add_row(
-            f"{found['source_ranks']} -> {n}", f"{seconds:.3f} s", *("" if r is None else f"{r:.2f}" for r in ratios),
-            "" if dcp is None else f"{dcp:.3f} s",
+            f"{found['source_ranks']} -> {n}", f"{seconds:.3f} s", f"{own:.3f} s", mine,
+            "" if dcp is None else f"{dcp:.3f} s", theirs,
         )  # fmt: skip
     _print_machine(found)
     console().print(table)
