@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import shutil
 import time
@@ -91,16 +93,13 @@ def go_on(layout: str, kind: str, run_path: str, source: str, same: bool) -> tup
     return problems, losses
 
 
-def leave_to_shadows(layout: str, kind: str, run_path: str, memory: str) -> list[float]:
+def leave_to_shadows(layout: str, kind: str, run_path: str, memory: str, **options: Any) -> list[float]:
     """Train STEPS steps with shadows in this folder, and leave without closing when they have all of it; the losses."""
     os.environ["EVERSTEP_SHARED"] = memory
     training = LAYOUTS[layout].build(kind)
-    losses = []
-    run = everstep.attach(training.model, training.optimizer, run_path, **SHADOWED)
+    run = everstep.attach(training.model, training.optimizer, run_path, **{**SHADOWED, **options})
     assert run.resume() == 0
-    for i in range(STEPS):
-        losses.append(training.step(global_batch(i)))
-        run.commit()
+    losses = [train_and_commit(run, training, i) for i in range(STEPS)]
     wait_for_shadows(run)
     together()
     run._close(finish=False)
@@ -108,20 +107,26 @@ def leave_to_shadows(layout: str, kind: str, run_path: str, memory: str) -> list
 
 
 def go_on_from_shadows(
-    layout: str, kind: str, run_path: str, memory: str, source: str
-) -> tuple[list[str], list[float]]:
+    layout: str, kind: str, run_path: str, memory: str, source: str, **options: Any
+) -> tuple[list[str], list[float], str]:
     """Resume what leave_to_shadows has left and train STEPS more steps; where the run differs from the state at the end (on
-    rank 0); the losses. `source`: from where it must come."""
+    rank 0); the losses; what Everstep said. `source`: from where it must come."""
     os.environ["EVERSTEP_SHARED"] = memory
     training = LAYOUTS[layout].build(kind)
-    with everstep.attach(training.model, training.optimizer, run_path, **SHADOWED) as run:
+    options = {**SHADOWED, "quiet": False, **options}
+    with (
+        contextlib.redirect_stderr(io.StringIO()) as said,
+        everstep.attach(training.model, training.optimizer, run_path, **options) as run,
+    ):
         assert run.resume() == STEPS
-        assert run.stats()["resumed_from"] == source, run.stats()
+        assert run.stats()["resumed_from"] == source, (run.stats(), said.getvalue())
         losses = [train_and_commit(run, training, i) for i in range(STEPS, 2 * STEPS)]
-        wait_for_shadows(run)  # the new layout's, if it is another
+        if options["mode"] == "shadow":
+            wait_for_shadows(run)  # the new layout's, if it is another
     now = whole_state(training)
     together()
-    return differences(now, stored(run_path), f"in the run after {STEPS} more steps") if is_first() else [], losses
+    problems = differences(now, stored(run_path), f"in the run after {STEPS} more steps") if is_first() else []
+    return problems, losses, said.getvalue()
 
 
 def train_and_commit(run: everstep.Run, training: Any, step: int) -> float:

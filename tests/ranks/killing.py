@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -32,14 +33,14 @@ def launch(path: Path, steps: int, world: int = 2, **orders: Any) -> dict[str, A
         )
         for rank in range(world)
     ]
+    ordered = {int(r) for r in orders.get("kill_at", {})} or {orders[k] for k in ORDERS if k in orders}
     try:
         for _ in range(400):
             codes = [p.poll() for p in ranks]
             if all(code is not None for code in codes):
                 break
             killed = [r for r, code in enumerate(codes) if code not in (None, 0)]
-            expected = {int(r) for r in orders.get("kill_at", {})} or {orders.get(k) for k in ORDERS if k in orders}
-            if killed and (expected <= set(killed) or not expected & set(killed)):
+            if killed and (ordered <= set(killed) or not ordered & set(killed)):
                 break
             try:
                 ranks[next(r for r, code in enumerate(codes) if code is None)].wait(0.25)
@@ -53,6 +54,7 @@ def launch(path: Path, steps: int, world: int = 2, **orders: Any) -> dict[str, A
         pytest.fail("\n".join(err for _, err in said))
     told = [err for _, err in said]
     print("\n".join(told))  # shown where a test fails
+    assert all(ranks[rank].returncode == -signal.SIGKILL for rank in ordered), "they died as ordered, and not otherwise"
     lines = [line for line in said[0][0].splitlines() if line.startswith("{")]
     return {**json.loads(lines[-1]), "said": told} if lines else None
 

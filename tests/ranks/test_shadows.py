@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,9 @@ from layouts import LAYOUTS
 from workers import World
 
 import everstep
+from everstep.follow import recover
 from everstep.follow.gather import common_step, reaches_all, writes_for
+from everstep.store.runs import RunPath
 
 SHADOW: dict[str, Any] = {"mode": "shadow", "quiet": False, "base_interval": 100}
 STEPS = 12
@@ -38,151 +43,218 @@ def test_a_shadow_that_only_some_can_reach_is_written_to_disk_by_the_first_who_c
 # -- any layout ------------------------------------------------------------------------------------------------------
 
 
-def go_on(world: World, memory: Path, folder: Path, source: str, target: str) -> tuple[list[float], list[float]]:
-    """Losses of the run that was left to its shadows and went on, and of training without Everstep."""
-    run, num, kind = str(folder / f"{source} to {target}"), LAYOUTS[source].ranks, "adamw"
-    losses = world.run("jobs:leave_to_shadows", source, kind, run, str(memory), ranks=num)[0]
-    where = "shadow" if source == target else "disk"
-    results = world.run("jobs:go_on_from_shadows", target, kind, run, str(memory), where, ranks=LAYOUTS[target].ranks)
-    assert not [problem for problems, _ in results for problem in problems]
-    return losses + results[0][1], world.run("jobs:train_plainly", source, kind, 6, ranks=num)[0]
+class Left:
+    """A run that was left to its shadows."""
+
+    def __init__(self, world: World, memory: Path, path: Path, layout: str, **options: Any) -> None:
+        self.path = path
+        self._world, self._memory, self._layout = world, str(memory), layout
+        self._losses = self._job("leave_to_shadows", layout, str(path), self._memory, **options)[0]
+
+    def _job(self, job: str, layout: str, *args: Any, **kwargs: Any) -> list[Any]:
+        return self._world.run(f"jobs:{job}", layout, "adamw", *args, ranks=LAYOUTS[layout].ranks, **kwargs)
+
+    def go_on(self, source: str, layout: str | None = None, **options: Any) -> str:
+        """Under this layout (None: its own), from this source, and as if nothing had happened; what was said."""
+        target = layout or self._layout
+        results = self._job("go_on_from_shadows", target, str(self.path), self._memory, source, **options)
+        assert not [problem for problems, *_ in results for problem in problems]
+        losses, plain = self._losses + results[0][1], self._job("train_plainly", self._layout, 6)[0]
+        if target == self._layout:
+            assert losses == plain, target
+        else:
+            assert losses[:3] == plain[:3] and losses[3:] == pytest.approx(plain[3:], rel=0, abs=1e-5), target
+        return "".join(said for *_, said in results)
+
+
+@pytest.fixture
+def leave(world: World, memory: Path, tmp_path: Path) -> Callable[..., Left]:
+    """Of one of LAYOUTS, with options for attach."""
+    return lambda layout, name="run", **options: Left(world, memory, tmp_path / name, layout, **options)
 
 
 @pytest.mark.parametrize("layout", ["ddp2", pytest.param("fsdp2", marks=pytest.mark.long)])
-def test_ranks_go_on_from_the_memory_of_all_their_shadows(
-    layout: str, world: World, memory: Path, tmp_path: Path
+def test_ranks_go_on_from_the_memory_of_all_their_shadows(layout: str, leave: Callable[..., Left]) -> None:
+    leave(layout).go_on("shadow")
+
+
+@pytest.mark.parametrize("layout", ["ddp2", pytest.param("fsdp2", marks=pytest.mark.long)])
+def test_a_run_that_goes_on_without_shadows_takes_what_they_hold_and_they_end(
+    layout: str, leave: Callable[..., Left], memory: Path
 ) -> None:
-    found, plain = go_on(world, memory, tmp_path, layout, layout)
-    assert found == plain
+    leave(layout).go_on("shadow", mode="delta")
+    wait_until(lambda: not shadows_in(memory), "the shadows to end")
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", pytest.param("ddp2", marks=pytest.mark.long)])
+def test_a_shadow_that_cannot_hand_out_intact_what_one_rank_had_leaves_all_to_the_disk(
+    layout: str, leave: Callable[..., Left]
+) -> None:
+    left = leave(layout)
+    key = damage(left.path, 1)
+    said = left.go_on("disk")
+    assert "nothing is taken from shadows: DamagedStateError" in said and key in said
+
+
+@pytest.mark.parametrize("layout", ["ddp2", pytest.param("fsdp2", marks=pytest.mark.long)])
+def test_shadows_that_no_trainer_comes_back_to_leave_bases_of_all_ranks_and_end(
+    layout: str, leave: Callable[..., Left], memory: Path
+) -> None:
+    left = leave(layout, shadow_idle_s=0.5)
+    wait_until(lambda: not shadows_in(memory), "the shadows to end")
+    assert not list(memory.glob("**/*.frames")), "what is on disk is not kept in memory"
+    assert [plan.base.step for plan in everstep.open(left.path).plans()] == [3, 3]
+    left.go_on("disk")
+
+
+def damage(path: Path, rank: int) -> str:
+    """Flip a bit of what the shadow of a rank hands out; of which tensor."""
+    offer = recover.find(RunPath(path).part(rank), RunPath(path).read_run().run)
+    assert offer is not None and offer.file
+    stored = next(t for t in offer.manifest.tensors if t.role == "param" and t.num_bytes)
+    with open(offer.file, "r+b") as f:
+        f.seek(stored.offset)
+        (byte,) = f.read(1)
+        f.seek(stored.offset)
+        f.write(bytes([byte ^ 1]))
+    offer.release()
+    return stored.key
+
+
+def wait_until(done: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + 60
+    while not done():
+        assert time.monotonic() < deadline, f"waited for {what}"
+        time.sleep(0.02)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_every_layout_goes_on_from_shadows_and_under_another_from_bases_of_what_they_hold(
-    world: World, memory: Path, tmp_path: Path
+    leave: Callable[..., Left],
 ) -> None:
-    for source in ("zero2", "fsdp4", "hsdp2x2", "tp2", "fsdp2xtp2", "pp2", "pp2xdp2"):
-        found, plain = go_on(world, memory, tmp_path, source, source)
-        assert found == plain, source
+    for layout in ("zero2", "fsdp4", "hsdp2x2", "tp2", "fsdp2xtp2", "pp2", "pp2xdp2"):
+        leave(layout, layout).go_on("shadow")
     for source, target in (("ddp2", "one"), ("one", "ddp2"), ("fsdp2", "ddp4"), ("ddp2", "fsdp4"), ("ddp4", "fsdp2")):
-        found, plain = go_on(world, memory, tmp_path, source, target)
-        assert found[:3] == plain[:3] and found[3:] == pytest.approx(plain[3:], rel=0, abs=1e-5), (source, target)
+        leave(source, f"{source} to {target}").go_on("disk", target)
 
 
 # -- killed ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, dict[str, Any]]:
-    """What training without Everstep gives, with FSDP2 and with DDP."""
-    found = {fsdp: launch(tmp_path_factory.mktemp("none"), STEPS, plain=True, fsdp=fsdp) for fsdp in (False, True)}
-    return {fsdp: result for fsdp, result in found.items() if result is not None}
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], dict[str, Any]]:
+    """What training without Everstep gives, with FSDP2 or with DDP."""
+
+    @functools.cache
+    def find(fsdp: bool) -> dict[str, Any]:
+        found = launch(tmp_path_factory.mktemp("none"), STEPS, plain=True, fsdp=fsdp)
+        assert found is not None
+        return found
+
+    return find
 
 
-def train(path: Path, **orders: Any) -> dict[str, Any] | None:
-    attach = {**SHADOW, **orders.pop("attach", {})}
-    return launch(path, STEPS, **{"attach": attach, "await_shadow": True, **orders})
+class Training:
+    """A run that is started, killed, and started again."""
+
+    def __init__(self, path: Path, plain: Callable[[bool], dict[str, Any]]) -> None:
+        self.path = path
+        self.fsdp = False
+        self.attach: dict[str, Any] = {}
+        self.orders: dict[str, Any] = {}
+        self._plain = plain
+
+    def run(self, **orders: Any) -> dict[str, Any] | None:
+        attach = {**SHADOW, **self.attach, **orders.pop("attach", {})}
+        told = {"fsdp": self.fsdp, "attach": attach, "await_shadow": True, **self.orders, **orders}
+        return launch(self.path, STEPS, **told)
+
+    def goes_on(self, *at: int, source: str = "shadow") -> dict[str, Any]:
+        """To its end, from one of these steps, and as if nothing had happened."""
+        found, plain = self.run(), self._plain(self.fsdp)
+        assert found is not None
+        assert found["resumed"] in at and found["stats"]["resumed_from"] == source, found["said"]
+        assert found["losses"] == plain["losses"][found["resumed"] :]
+        assert found["digest"] == plain["digest"]
+        return found
 
 
-def check(found: dict[str, Any] | None, plain: dict[str, Any], at: int, source: str = "shadow") -> None:
-    assert found is not None
-    assert (found["resumed"], found["stats"]["resumed_from"]) == (at, source), found["said"]
-    assert found["losses"] == plain["losses"][at:]
-    assert found["digest"] == plain["digest"]
+@pytest.fixture
+def training(plain: Callable[[bool], dict[str, Any]], memory: Path, tmp_path: Path) -> Training:
+    return Training(tmp_path / "run", plain)
 
 
-@pytest.mark.long
-@pytest.mark.timeout(600)
+def killed(test: Callable[..., None]) -> Callable[..., None]:
+    """Ranks are started several times."""
+    return pytest.mark.long(pytest.mark.timeout(600)(test))
+
+
+@killed
 @pytest.mark.parametrize("fsdp", [False, True])
-def test_ranks_killed_at_different_moments_twice_in_a_row(
-    fsdp: bool, plain: dict[bool, dict[str, Any]], memory: Path, tmp_path: Path
-) -> None:
-    path = tmp_path / "run"
-    train(path, fsdp=fsdp, slow_rank=1, slow_after=4, kill_at={0: 6, 1: 6})
+def test_ranks_killed_at_different_moments_twice_in_a_row(fsdp: bool, training: Training, memory: Path) -> None:
+    training.fsdp = fsdp
+    training.run(slow_rank=1, slow_after=4, kill_at={0: 6, 1: 6})
     (pid,) = shadows_in(memory)  # ranks of one host share it
-    train(path, fsdp=fsdp, slow_rank=1, slow_after=5, kill_at={0: 7, 1: 7})
-    check(train(path, fsdp=fsdp), plain[fsdp], 5)
+    training.run(slow_rank=1, slow_after=5, kill_at={0: 7, 1: 7})
+    training.goes_on(5)
     assert pid not in shadows_in(memory), "the run is closed"
-    report = everstep.open(path).verify(deep=True)
+    report = everstep.open(training.path).verify(deep=True)
     assert report.ok, str(report)
 
 
-@pytest.mark.long
-@pytest.mark.timeout(600)
-def test_one_rank_killed_alone_and_resumes_killed_before_and_after_their_generation_is_there(
-    plain: dict[bool, dict[str, Any]], memory: Path, tmp_path: Path
-) -> None:
-    path = tmp_path / "run"
-    train(path, kill_at={1: 5})
+@killed
+def test_one_rank_killed_alone_and_resumes_killed_before_and_after_their_generation_is_there(training: Training) -> None:
+    training.run(kill_at={1: 5})
     for orders in ({"kill_in_resume": 1}, {"kill_in_start": 0}, {"kill_in_start": 1}, {"kill_in_start": 0}):
-        train(path, **orders)
-    found = train(path)
-    assert found is not None and found["resumed"] >= 5
-    check(found, plain[False], found["resumed"])
+        training.run(**orders)
+    training.goes_on(*range(5, STEPS))
 
 
-@pytest.mark.long
-@pytest.mark.timeout(600)
+@killed
 @pytest.mark.parametrize("log", ["memory", "disk"])
-def test_without_the_shadows_it_is_the_disk_and_it_says_why(
-    log: str, plain: dict[bool, dict[str, Any]], memory: Path, tmp_path: Path
-) -> None:
-    path = tmp_path / "run"
-    attach = {"log": log, "base_interval": 4}
-    train(path, attach=attach, kill_at={0: 7, 1: 7}, pause_s=0.2)
-    for pid in shadows_in(memory):
-        os.kill(pid, signal.SIGKILL)
-    found = train(path, attach=attach)
-    assert found is not None
-    if log == "disk":
-        assert found["resumed"] == 7
-    else:
-        assert found["resumed"] in (4, 7)  # 7: the frames since had not been folded, and are still in memory
-    check(found, plain[False], found["resumed"], "disk")
+def test_without_the_shadows_it_is_the_disk_and_it_says_why(log: str, training: Training, memory: Path) -> None:
+    training.attach = {"log": log, "base_interval": 4}
+    training.run(kill_at={0: 7, 1: 7}, pause_s=0.2)
+    kill_shadows(memory)
+    # 7 with the log in memory: the frames since the base had not been folded, and are still there
+    found = training.goes_on(*((7,) if log == "disk" else (4, 7)), source="disk")
     assert "nothing is taken from shadows: rank 0: no shadow answers" in found["said"][0]
 
 
-@pytest.mark.long
-@pytest.mark.timeout(600)
+@killed
 def test_ranks_on_hosts_of_their_own_go_on_from_bases_of_what_their_shadows_hold(
-    plain: dict[bool, dict[str, Any]], memory: Path, tmp_path: Path
+    training: Training, memory: Path
 ) -> None:
-    path = tmp_path / "run"
-    shared = [str(memory / "a"), str(memory / "b")]
+    shared = training.orders["shared"] = [str(memory / "a"), str(memory / "b")]
     for folder in shared:
         os.mkdir(folder)
-    train(path, shared=shared, slow_rank=1, slow_after=4, kill_at={0: 6, 1: 6})
+    training.run(slow_rank=1, slow_after=4, kill_at={0: 6, 1: 6})
     assert len(shadows_in(memory)) == 2
-    check(train(path, shared=shared), plain[False], 4, "disk")
-    train(path / "gone", shared=shared, kill_at={0: 6, 1: 6}, attach={"base_interval": 4})
-    for pid in shadows_in(memory / "b"):
-        os.kill(pid, signal.SIGKILL)
-    found = train(path / "gone", shared=shared)
-    assert found is not None and found["resumed"] in (0, 4)
-    check(found, plain[False], found["resumed"], "disk")
+    training.goes_on(4, source="disk")
+    training.path /= "gone"
+    training.run(kill_at={0: 6, 1: 6}, attach={"base_interval": 4})
+    kill_shadows(memory / "b")
+    training.goes_on(0, 4, source="disk")
 
 
-@pytest.mark.long
-@pytest.mark.timeout(600)
+@killed
 @pytest.mark.parametrize("fsdp", [False, True])
-def test_one_host_keeps_the_shadows_of_all_ranks_over_tcp(
-    fsdp: bool, plain: dict[bool, dict[str, Any]], memory: Path, tmp_path: Path
-) -> None:
-    path = tmp_path / "run"
+def test_one_host_keeps_the_shadows_of_all_ranks_over_tcp(fsdp: bool, training: Training, tmp_path: Path) -> None:
+    training.fsdp = fsdp
     with listening(tmp_path / "there") as address:
-        attach = {"shadow": address}
-        train(path, fsdp=fsdp, attach=attach, slow_rank=1, slow_after=4, kill_at={0: 6, 1: 6})
-        train(path, fsdp=fsdp, attach=attach, slow_rank=0, slow_after=5, kill_at={0: 7, 1: 7})
-        check(train(path, fsdp=fsdp, attach=attach), plain[fsdp], 5)
+        training.attach = {"shadow": address}
+        training.run(slow_rank=1, slow_after=4, kill_at={0: 6, 1: 6})
+        training.run(slow_rank=0, slow_after=5, kill_at={0: 7, 1: 7})
+        training.goes_on(5)
 
 
-@pytest.mark.long
-@pytest.mark.timeout(600)
-def test_a_shadow_killed_while_training_goes_on_is_replaced_and_all_go_on_from_its_successor(
-    plain: dict[bool, dict[str, Any]], memory: Path, tmp_path: Path
-) -> None:
-    path = tmp_path / "run"
-    train(path, kill_shadow_at=3, kill_at={0: 8, 1: 8})
-    found = train(path)
-    assert found is not None and found["resumed"] >= 7
-    check(found, plain[False], found["resumed"])
+@killed
+def test_a_shadow_killed_while_training_goes_on_is_replaced_and_all_go_on_from_its_successor(training: Training) -> None:
+    training.run(kill_shadow_at=3, kill_at={0: 8, 1: 8})
+    training.goes_on(7, 8)
+
+
+def kill_shadows(memory: Path) -> None:
+    for pid in shadows_in(memory):
+        os.kill(pid, signal.SIGKILL)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,25 +61,43 @@ def test_of_readers_that_divide_an_atom_one_checks_each_piece(parts: tuple[int, 
         assert sum(has_lot([each], uid, piece, numel) for each in ranges) == 1
 
 
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
+class ByNorm(torch.optim.Optimizer):
+    """Every element of a parameter depends on all others."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            state["exp_avg"] = state.get("exp_avg", torch.zeros_like(p)) + p.grad / (1 + p.norm())
+            state["exp_avg_sq"] = state["exp_avg"].square()
+            state["step"] = state.get("step", 0) + 1
+            p.sub_(state["exp_avg"], alpha=self.param_groups[0]["lr"])
+
+
+def record(folder: Path, build: Callable[[Any], torch.optim.Optimizer]) -> tuple[Path, dict[str, Any]]:
     """A run as a kill would leave it, and the weight and its moments at that time."""
-    folder = tmp_path_factory.mktemp("parts")
     torch.manual_seed(0)
     model = nn.Linear(COLUMNS, ROWS)
-    optimizer = torch.optim.AdamW(model.parameters(), 0.01, fused=True)
-    with everstep.attach(model, optimizer, folder / "run", quiet=True, follower=False) as run:
-        run.resume()
-    with everstep.attach(model, optimizer, folder / "run", quiet=True, follower=False) as run:
-        run.resume()
-        for _ in range(STEPS):
-            model(torch.randn(3, COLUMNS)).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            run.commit()
-        run.flush()
-        shutil.copytree(folder / "run", folder / "killed")
-        return folder / "killed", {"": model.weight.detach().clone(), **optimizer.state[model.weight]}
+    optimizer = build(model.parameters())
+    for steps in (1, STEPS - 1):
+        with everstep.attach(model, optimizer, folder / "run", quiet=True, follower=False) as run:
+            run.resume()
+            for _ in range(steps):
+                model(torch.randn(3, COLUMNS)).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                run.commit()
+            run.flush()
+            shutil.copytree(folder / "run", folder / f"killed-{run.step}")
+    return folder / f"killed-{STEPS}", {"": model.weight.detach().clone(), **optimizer.state[model.weight]}
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    return record(tmp_path_factory.mktemp("parts"), lambda params: torch.optim.AdamW(params, 0.01, fused=True))
 
 
 def wanted(source: Source, low: int, high: int) -> Mapping[int, Atom]:
@@ -97,11 +115,7 @@ def read(path: Path, cuts: list[int], reader: int) -> State:
     return fetch(source, wanted(source, *cuts[reader : reader + 2]), rank=reader, world_size=len(cuts) - 1).state
 
 
-@pytest.mark.parametrize("cuts", [[0, 50, ROWS], [0, 1, 2, 99, ROWS], [0, 34, 68, ROWS]])
-def test_parts_of_a_replayed_parameter_have_every_bit(
-    recorded: tuple[Path, dict[str, torch.Tensor]], cuts: list[int]
-) -> None:
-    path, state = recorded
+def check(path: Path, state: dict[str, Any], cuts: list[int]) -> None:
     for reader, (low, high) in enumerate(itertools.pairwise(cuts)):
         found = read(path, cuts, reader)
         uid = next(atom.uid for atom in found.layout.atoms if atom.name == "weight")
@@ -112,8 +126,18 @@ def test_parts_of_a_replayed_parameter_have_every_bit(
         assert values["step"] == STEPS
 
 
+@pytest.mark.parametrize("cuts", [[0, 50, ROWS], [0, 1, 2, 99, ROWS], [0, 34, 68, ROWS]])
+def test_parts_of_a_replayed_parameter_have_every_bit(recorded: tuple[Path, dict[str, Any]], cuts: list[int]) -> None:
+    check(*recorded, cuts)
+
+
+def test_what_cannot_be_replayed_in_parts_is_replayed_whole_from_all_of_its_values(tmp_path: Path) -> None:
+    everstep.register(ByNorm)
+    check(*record(tmp_path, ByNorm), [0, 50, ROWS])
+
+
 def test_together_readers_replay_what_they_want_and_each_piece_as_a_whole_once(
-    recorded: tuple[Path, dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch
+    recorded: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     replayed: list[int] = []
     needed = execute._needed
@@ -132,7 +156,7 @@ def test_together_readers_replay_what_they_want_and_each_piece_as_a_whole_once(
 
 
 def test_another_result_is_noticed_by_one_of_the_readers(
-    recorded: tuple[Path, dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch
+    recorded: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step = FusedAdam.step
 

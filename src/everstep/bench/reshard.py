@@ -3,8 +3,9 @@
 The overhead benchmark's model is trained under FSDP2 on some ranks, which leaves a base and frames after it, and a
 checkpoint of DCP of the same state. Then both are loaded into live objects, by turns, on the same number of ranks and on
 others; each number of ranks has real processes (gloo) of its own, which wait while others are measured. The others have a
-run of their own, too: loading that one tells what so many processes take on this machine where nothing is cut. The time of
-a load is that of the slowest rank, from a barrier on. Before every turn the files are dropped from the page cache.
+run and a checkpoint of their own, too: loading these tells what so many processes take on this machine where nothing is cut,
+so what another layout costs is the time of loading the source's over that (`ratio_to_own`). The time of a load is that of
+the slowest rank, from a barrier on. Before every turn the files are dropped from the page cache.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def measure(settings: Settings, progress: Progress = silent) -> dict[str, Any]:
             sums = {}
             for n, world in worlds.items():
                 progress(f"writing a run by {n}", 0, settings.num_frames)
-                sums[n] = world.do("write", num_frames=settings.num_frames, dcp=n == settings.source)[0]
+                sums[n] = world.do("write", num_frames=settings.num_frames, dcp=settings.peers)[0]
             return _measure(settings, top, worlds, sums, progress)
     finally:
         shutil.rmtree(top, ignore_errors=True)
@@ -78,9 +79,8 @@ def _measure(
         raise AssertionError(f"the plans do not all replay {settings.num_frames} frames")
     files = [os.path.join(folder, name) for folder, _, names in os.walk(top) for name in names]
     source, others = settings.source, [n for n in worlds if n != settings.source]
-    turns = [("everstep", n, source) for n in worlds] + [("everstep", n, n) for n in others]
-    if settings.peers:
-        turns += [("dcp", n, source) for n in worlds]
+    ways = ("everstep", "dcp") if settings.peers else ("everstep",)
+    turns = [(way, n, by) for way in ways for n in worlds for by in dict.fromkeys((source, n))]
     for way, n, by in turns:  # unmeasured; and are they right?
         worlds[n].do("load", way=way, by=by)
         if any(found != sums[by] for found in worlds[n].do("checksum")):
@@ -95,23 +95,28 @@ def _measure(
             seconds[way, n, by].append(max(worlds[n].do("load", way=way, by=by)))
     progress("repetitions", settings.num_repetitions, settings.num_repetitions)
     median = {turn: statistics.median(s) for turn, s in seconds.items()}
-    ours = {n: median["everstep", n, source] for n in worlds}
-    own = {n: median["everstep", n, n] for n in worlds}
-    theirs = {n: median["dcp", n, source] for n in worlds} if settings.peers else {}
+    loads = {way: {n: median[way, n, source] for n in worlds} for way in ways}
+    own = {way: {n: median[way, n, n] for n in worlds} for way in ways}
+    ours = loads["everstep"]
     return {
         "workload": asdict(settings.workload), "source_ranks": source, "num_frames": settings.num_frames,
         "num_bytes": sum(plan.num_bytes for plan in plans[source]), "num_repetitions": settings.num_repetitions,
-        "median_s": {"everstep": ours, **({"dcp": theirs} if theirs else {})}, "own_median_s": own,
+        "median_s": loads, "own_median_s": own,
         "seconds": [{"way": way, "ranks": n, "written_by": by, "seconds": s} for (way, n, by), s in seconds.items()],
-        "ratio": {n: ours[n] / own[source] for n in others},
-        "ratio_to_own": {n: ours[n] / own[n] for n in others},
-        "ratio_to_dcp": {n: ours[n] / theirs[n] for n in theirs},
+        "ratio": {n: ours[n] / ours[source] for n in others},
+        "ratio_to_own": {way: {n: loads[way][n] / own[way][n] for n in others} for way in ways},
+        "ratio_to_dcp": {n: ours[n] / loads["dcp"][n] for n in worlds} if settings.peers else {},
     }  # fmt: skip
 
 
 def _run(top: str, num_ranks: int) -> str:
     """The run that so many ranks wrote."""
     return os.path.join(top, f"run-{num_ranks}")
+
+
+def _dcp(top: str, num_ranks: int) -> str:
+    """DCP's checkpoint of the same."""
+    return os.path.join(top, f"dcp-{num_ranks}")
 
 
 # -- the ranks --------------------------------------------------------------------------------------------------------
@@ -186,7 +191,6 @@ class _Rank:
 
     def __init__(self, top: str, workload: Workload) -> None:
         self._top = top
-        self._dcp = os.path.join(top, "dcp")
         self._workload = workload
         self._model, self._optimizer = self._build()
         self._step(next(iter(workloads.batches(workload))))  # loads of others want state to fill
@@ -232,7 +236,7 @@ class _Rank:
             dist.barrier()
             raise _LeaveWithoutBaseError
         if dcp:
-            save(self._state(), checkpoint_id=self._dcp)
+            save(self._state(), checkpoint_id=_dcp(self._top, dist.get_world_size()))
         return self.checksum()
 
     def _state(self) -> dict[str, Any]:
@@ -252,7 +256,7 @@ class _Rank:
             History(_run(self._top, by)).restore(self._model, self._optimizer)
         else:
             state = self._state()
-            load(state, checkpoint_id=self._dcp)
+            load(state, checkpoint_id=_dcp(self._top, by))
             set_state_dict(
                 self._model, self._optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
             )

@@ -220,7 +220,7 @@ def reshard(
     json: Json = False,
     markdown: Markdown = False,
 ) -> None:
-    """Time to load a run under another number of ranks (FSDP2) over that under the same."""
+    """Time to load a run under another number of ranks (FSDP2) over that of one that so many ranks wrote."""
     from everstep.bench import reshard as bench
 
     def measure(place: str, told: Told) -> Found:
@@ -323,12 +323,13 @@ def _show_reshard(found: Found) -> Shown:
     rows = []
     for n, seconds in found["median_s"]["everstep"].items():
         dcp = found["median_s"].get("dcp", {}).get(n)
-        ratios = (found[key].get(n) for key in ("ratio", "ratio_to_own"))
+        ratios = [found["ratio_to_own"].get(way, {}).get(n) for way in ("everstep", "dcp")]
+        mine, theirs = ("" if r is None else f"{r:.2f}" for r in ratios)
         rows.append(
-            (f"{found['source_ranks']} -> {n}", f"{seconds:.3f} s", *("" if r is None else f"{r:.2f}" for r in ratios),
-             "" if dcp is None else f"{dcp:.3f} s")
+            (f"{found['source_ranks']} -> {n}", f"{seconds:.3f} s", f"{found['own_median_s']['everstep'][n]:.3f} s", mine,
+             "" if dcp is None else f"{dcp:.3f} s", theirs)
         )  # fmt: skip
-    yield Table(("ranks", "everstep", "over the same layout", "over a run of their own", "dcp"), rows)
+    yield Table(("ranks", "everstep", "what they wrote themselves", "times that", "dcp", "times its own"), rows)
 
 
 def _show_recover(found: Found) -> Shown:
