@@ -91,6 +91,8 @@ class _Job:
         self.live = live
         self.leaving = leaving
         self.fields = fields
+        self.is_committed = fields is not None
+        """Whether this is S(step), and not what backward is making of it."""
         self.committed_at = time.perf_counter()
         self.done = threading.Event()
 
@@ -255,6 +257,7 @@ class States:
         live, fields = self._state_now(cursor)
         job.fields = fields
         if job.step == self.step and job.leaving.complete(live):
+            job.is_committed = True
             self._begun(job)
             return True
         job.leaving.cancel()
@@ -430,10 +433,11 @@ class States:
             if manifest is None:
                 with contextlib.suppress(StorageError):  # the first error is the one to report
                     writer.abandon()
-        self._volatile.update(job.leaving.edited)
-        self._hidden += job.leaving.edited
         if manifest is None:
-            self.num_torn += job.leaving.torn
+            if job.is_committed:  # before a commit weights may be edited as one likes
+                self._volatile.update(job.leaving.edited)
+                self._hidden += job.leaving.edited
+                self.num_torn += job.leaving.torn
             return
         self.num_stored += 1
         self.stored_bytes += job.live.num_bytes
