@@ -55,7 +55,8 @@ class Settings:
     num_rounds: int = 5
     """At each interval, of two blocks with and two without; where that takes longer than `point_s`, fewer (LEAST_ROUNDS)."""
     most_interval: int = 200
-    """No longer one is tried."""
+    """No longer one is tried, and none that takes longer than `most_interval_s`."""
+    most_interval_s: float = 12.0
     block_s: float = 1.2
     """A block takes at least so long, and at least one interval."""
     point_s: float = 60.0
@@ -252,7 +253,9 @@ class _Bench:
             points = {1: self._point(way, 1)}
         else:
             first = 1 if way.hooks else self._points(way, [TRIAL_INTERVAL], TRIAL_ROUNDS)[0].derived()
-            points = search(first, self._settings.most_interval, lambda intervals: self._points(way, intervals, rounds))
+            s = self._settings
+            most = max(1, min(s.most_interval, int(s.most_interval_s / self._guess_s)))
+            points = search(first, most, lambda intervals: self._points(way, intervals, rounds))
         interval, is_confirmed = found(points)
         return {
             "interval": interval, "confirmed": is_confirmed, "every_step": way.every_step,
@@ -336,9 +339,12 @@ class _Bench:
     def _warm_up(self, sides: Sequence[_Side], way: Way) -> None:
         """A saver with hooks has learned, its first base is stored, and its follower is up, if it comes to that."""
         until_base = self._settings.base_interval + 1
+        num_steps = WARM_STEPS if way.hooks else 1
+        if way.every_step and until_base <= MOST_WARM_STEPS:  # only these have a follower
+            num_steps = max(num_steps, until_base)
         sides[0].train(2)
         for side in sides[1:]:
-            side.train((max(WARM_STEPS, until_base) if until_base <= MOST_WARM_STEPS else WARM_STEPS) if way.hooks else 1)
+            side.train(num_steps)
             side.align()
 
 
