@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -149,7 +150,7 @@ def measure(settings: Settings, progress: Progress = silent) -> dict[str, Any]:
                 savers: dict[str, Any] = {}
                 bench = _Bench(settings, family, scale)
                 for way in settings.ways:
-                    progress(f"{name}, {way}", done, total)
+                    bench.say = partial(_say, progress, name, done, total)
                     savers[way] = bench.measure(WAYS[way])
                     done += 1
                 results[name] = {**families.describe(family, scale), "step_s": bench.step_s(), "savers": savers}
@@ -161,6 +162,11 @@ def measure(settings: Settings, progress: Progress = silent) -> dict[str, Any]:
         "memory_file_system": machine.file_system(_memory(settings)), "seconds": time.perf_counter() - begun,
         "families": results,
     }  # fmt: skip
+
+
+def _say(progress: Progress, family: str, done: int, total: int, way: Way, intervals: Sequence[int]) -> None:
+    every = " and ".join(map(str, intervals))
+    progress(f"{family}, {way.name}, every {every}", done, total)
 
 
 def _memory(settings: Settings) -> str:
@@ -231,6 +237,7 @@ class _Bench:
 
     def __init__(self, settings: Settings, family: Family, scale: Scale) -> None:
         self._settings = settings
+        self.say: Callable[[Way, Sequence[int]], None] = lambda way, intervals: None
         self._copies = _Copy(family, scale), _Copy(family, scale)
         self._off_step_s: list[float] = []
         self._guess_s = self._calibrate()
@@ -301,6 +308,7 @@ class _Bench:
         self, num_parts: int, way: Way, intervals: Sequence[int], blocks: Sequence[int], num_rounds: int
     ) -> list[list[float]]:
         """For each round the seconds a step: without, and at each interval. Copies change roles with each part."""
+        self.say(way, intervals)
         orders = statistics.mirrored(1 + len(intervals), num_rounds, seed=self._settings.seed)
         cut = -(-len(orders) // num_parts)
         rounds = []
