@@ -110,7 +110,7 @@ def test_the_command_prints_tables_for_a_document(tmp_path):
     assert done.exit_code == 0, done.output
     assert "| family | parameters | state | step | torch.save |\n| --- |" in done.stdout
     assert "| AlexNet | torch.save | 3 |" in done.stdout
-    assert "AlexNet, torch.save: 0 of 1" in done.stderr
+    assert "AlexNet, torch.save, every 4: 0 of 1" in done.stderr
 
 
 def test_a_family_or_mode_that_there_is_none_of_is_told(tmp_path):

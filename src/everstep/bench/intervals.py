@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,7 +56,8 @@ class Settings:
     num_rounds: int = 5
     """At each interval, of two blocks with and two without; where that takes longer than `point_s`, fewer (LEAST_ROUNDS)."""
     most_interval: int = 200
-    """No longer one is tried."""
+    """No longer one is tried, and none that takes longer than `most_interval_s`."""
+    most_interval_s: float = 12.0
     block_s: float = 1.2
     """A block takes at least so long, and at least one interval."""
     point_s: float = 60.0
@@ -148,7 +150,7 @@ def measure(settings: Settings, progress: Progress = silent) -> dict[str, Any]:
                 savers: dict[str, Any] = {}
                 bench = _Bench(settings, family, scale)
                 for way in settings.ways:
-                    progress(f"{name}, {way}", done, total)
+                    bench.say = partial(_say, progress, name, done, total)
                     savers[way] = bench.measure(WAYS[way])
                     done += 1
                 results[name] = {**families.describe(family, scale), "step_s": bench.step_s(), "savers": savers}
@@ -160,6 +162,11 @@ def measure(settings: Settings, progress: Progress = silent) -> dict[str, Any]:
         "memory_file_system": machine.file_system(_memory(settings)), "seconds": time.perf_counter() - begun,
         "families": results,
     }  # fmt: skip
+
+
+def _say(progress: Progress, family: str, done: int, total: int, way: Way, intervals: Sequence[int]) -> None:
+    every = " and ".join(map(str, intervals))
+    progress(f"{family}, {way.name}, every {every}", done, total)
 
 
 def _memory(settings: Settings) -> str:
@@ -230,6 +237,7 @@ class _Bench:
 
     def __init__(self, settings: Settings, family: Family, scale: Scale) -> None:
         self._settings = settings
+        self.say: Callable[[Way, Sequence[int]], None] = lambda way, intervals: None
         self._copies = _Copy(family, scale), _Copy(family, scale)
         self._off_step_s: list[float] = []
         self._guess_s = self._calibrate()
@@ -252,7 +260,9 @@ class _Bench:
             points = {1: self._point(way, 1)}
         else:
             first = 1 if way.hooks else self._points(way, [TRIAL_INTERVAL], TRIAL_ROUNDS)[0].derived()
-            points = search(first, self._settings.most_interval, lambda intervals: self._points(way, intervals, rounds))
+            s = self._settings
+            most = max(1, min(s.most_interval, int(s.most_interval_s / self._guess_s)))
+            points = search(first, most, lambda intervals: self._points(way, intervals, rounds))
         interval, is_confirmed = found(points)
         return {
             "interval": interval, "confirmed": is_confirmed, "every_step": way.every_step,
@@ -298,6 +308,7 @@ class _Bench:
         self, num_parts: int, way: Way, intervals: Sequence[int], blocks: Sequence[int], num_rounds: int
     ) -> list[list[float]]:
         """For each round the seconds a step: without, and at each interval. Copies change roles with each part."""
+        self.say(way, intervals)
         orders = statistics.mirrored(1 + len(intervals), num_rounds, seed=self._settings.seed)
         cut = -(-len(orders) // num_parts)
         rounds = []
@@ -336,9 +347,12 @@ class _Bench:
     def _warm_up(self, sides: Sequence[_Side], way: Way) -> None:
         """A saver with hooks has learned, its first base is stored, and its follower is up, if it comes to that."""
         until_base = self._settings.base_interval + 1
+        num_steps = WARM_STEPS if way.hooks else 1
+        if way.every_step and until_base <= MOST_WARM_STEPS:  # only these have a follower
+            num_steps = max(num_steps, until_base)
         sides[0].train(2)
         for side in sides[1:]:
-            side.train((max(WARM_STEPS, until_base) if until_base <= MOST_WARM_STEPS else WARM_STEPS) if way.hooks else 1)
+            side.train(num_steps)
             side.align()
 
 

@@ -359,7 +359,7 @@ def _show_intervals(found: Found) -> Shown:
                 )  # fmt: skip
     yield f"Smallest interval in steps at which saving costs less than {found['limit']:.0%} ({found['num_threads']} thread):"
     yield Table(("family", "parameters", "state", "step", *names), rows)
-    yield "(~: one step less was not measured. -: over the limit wherever it was measured.)"
+    yield "(~: one step less was not measured. >: over the limit up to there, which is as far as it was measured.)"
     yield Table(("family", "saved by", "every", "overhead (95 %)", "one save costs", "rounds", "steps a block"), details)
     yield (
         f"Bases of Everstep's every {found['base_interval']} steps; pools in memory on {found['memory_file_system']}; "
@@ -382,7 +382,7 @@ def _show_schedule(found: Found) -> Shown:
 
 def _least(saver: Found) -> str:
     if saver["interval"] is None:
-        return "-"
+        return f">{max(point['interval'] for point in saver['points'])}"
     return f"{'' if saver['confirmed'] else '~'}{saver['interval']}"
 
 
