@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
@@ -23,6 +24,7 @@ import torch
 from everstep.bench import overhead, workloads
 from everstep.bench.progress import Progress, silent
 from everstep.bench.workloads import Workload
+from everstep.errors import UnprovenWarning
 from everstep.follow.tuned import Ground, read
 from everstep.run import attach
 from everstep.store.runs import RunPath
@@ -41,6 +43,7 @@ train(**json.loads(sys.argv[1]))
 
 def train(*, path: str, workload: dict[str, Any], num_threads: int, interval: int, codec: str) -> None:
     """In the trainer: resume, say what that took, then train until killed, and say how far it is."""
+    warnings.simplefilter("ignore", UnprovenWarning)
     torch.set_num_threads(num_threads)
     w = Workload(**workload)
     model, optimizer = workloads.build(w)
