@@ -1,6 +1,7 @@
-"""A training that test_elastic.py runs under torchrun: python elastic_training.py RUN NOTES STEPS.
+"""A training that test_elastic.py runs under torchrun: python elastic_training.py RUN NOTES STEPS [JSON].
 
-The global batch is 8 samples whatever the number of ranks. Every rank notes what each step was made of.
+JSON: more options for attach; with shadows, training begins when they hold the state. The global batch is 8 samples whatever
+the number of ranks. Every rank notes what each step was made of, in a file whose name tells from where it went on.
 """
 
 from __future__ import annotations
@@ -52,10 +53,14 @@ def main() -> None:
     wrapped = DistributedDataParallel(model)
     sampler = everstep.data.Sampler(NUM_SAMPLES, seed=3)
     loader = DataLoader(Numbers(), batch_size=GLOBAL_BATCH // world, sampler=sampler)
-    with everstep.attach(wrapped, optimizer, path, quiet=True, base_interval=10) as run:
+    options = {"quiet": True, "base_interval": 10, **json.loads(sys.argv[4] if len(sys.argv) > 4 else "{}")}
+    with everstep.attach(wrapped, optimizer, path, **options) as run:
         at = run.resume()
         generation = run._live().generation
-        with open(os.path.join(notes, f"{time.time_ns()}-{rank}-of-{world}.jsonl"), "w") as f:
+        while options.get("mode") == "shadow" and run.stats()["folded_step"] < at:
+            time.sleep(0.01)
+        source = run.stats()["resumed_from"] or "nothing"
+        with open(os.path.join(notes, f"{time.time_ns()}-{rank}-of-{world}-{at}-{os.getpid()}-{source}"), "w") as f:
             for x, indices in run.steps(loader, epochs=100):
                 loss = loss_of(wrapped, x)
                 (loss * world).backward()  # DDP takes the mean over ranks

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
@@ -49,20 +50,28 @@ print(json.dumps([len(found.state.tensors), max(seen) - seen[0]]))
 """
 
 
-def test_a_part_of_a_state_is_restored_with_little_more_memory_than_it_has_itself(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`killed`: a base with moments and a frame after it; `closed`: a base."""
+    folder = tmp_path_factory.mktemp("memory")
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
-    for _ in range(2):  # the second time from a base with moments
-        with everstep.attach(model, optimizer, tmp_path / "run", quiet=True, follower=False, durability="os") as run:
+    for _ in range(2):
+        with everstep.attach(model, optimizer, folder / "closed", quiet=True, follower=False, durability="os") as run:
             run.resume()
             for p in model.parameters():
                 p.grad = torch.full_like(p, 0.01)
             optimizer.step()
             run.commit()
             run.flush()
-            shutil.copytree(tmp_path / "run", tmp_path / f"killed-{run.step}")
-    state_bytes = 3 * sum(p.numel() * 4 for p in model.parameters())
-    arguments = [str(tmp_path / "killed-2"), "1", str(NUM_READERS), str(BATCH_BYTES)]
+            shutil.copytree(folder / "closed", folder / "killed", dirs_exist_ok=True)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["killed", "closed"])
+def test_a_part_of_a_state_is_restored_with_little_more_memory_than_it_has_itself(name: str, recorded: Path) -> None:
+    state_bytes = 3 * LAYERS * WIDTH * WIDTH * 4
+    arguments = [str(recorded / name), "1", str(NUM_READERS), str(BATCH_BYTES)]
     told = subprocess.run([sys.executable, "-c", READ, *arguments], capture_output=True, text=True, check=True).stdout
     num_tensors, used = json.loads(told)
     assert num_tensors == LAYERS

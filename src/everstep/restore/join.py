@@ -304,6 +304,7 @@ class _Joiner:
         self.state = State(source.step, part_of_layout(source.layout, known.keys() - unread), {}, {})
         # Each in memory of their own: whoever keeps only the ones does not hold the others.
         self._params, self._states = Memory(), Memory()
+        self._is_cut = False
 
     def batches(self, first: int) -> Iterator[tuple[int, Set[int], Set[int]]]:
         """(Rank, what is needed of it, what of the averaged is complete with it): at least one of the `first` rank.
@@ -319,7 +320,7 @@ class _Joiner:
             for r in ranks:
                 yield r, {uid for uid in batch if r in self._readings[uid].cuts}, batch if r == ranks[-1] else set()
 
-    def is_cut(self, batch: Set[int]) -> bool:
+    def is_cut(self, batch: Iterable[int]) -> bool:
         """Whether others are likely to want other parts of what these atoms are cut from."""
         return any(not self._readings[uid].as_it_is for uid in batch)
 
@@ -340,10 +341,12 @@ class _Joiner:
 
     def _portions(self, uids: Iterable[int]) -> Iterator[set[int]]:
         """So that no more than BATCH_BYTES, or one atom, is in memory beside what is wanted."""
+        uids = list(uids)
+        is_cut = self.is_cut(uids)
         batch: set[int] = set()
         size = 0
         for uid in uids:
-            num_bytes = self._beside(uid)
+            num_bytes = self._beside(uid) if is_cut else 0
             if batch and num_bytes and size + num_bytes > BATCH_BYTES:
                 yield batch
                 batch, size = set(), 0
@@ -355,14 +358,16 @@ class _Joiner:
     def _beside(self, uid: int) -> int:
         """Memory that joining this atom takes beside what is wanted: its source with two moments and a gradient; sums."""
         reading = self._readings[uid]
-        if reading.as_it_is:
-            return 0
         source = max(prod(self._held[uid][r].size) for r in reading.cuts)
         sums = 8 * prod(reading.size) if reading.is_mean else 0
         return 4 * (source * dtype_named(self._source.atoms[uid].dtype).itemsize + sums)
 
     def add(self, rank: int, part: State, complete: Set[int]) -> None:
-        """What one rank had, restored; sums of these are complete with it."""
+        """What one rank had, restored; sums of these are complete with it.
+
+        What is wanted as it is, is taken over; not from among what is cut, whose memory it would keep.
+        """
+        self._is_cut = self.is_cut(part.tensors)
         for uid, tensor in part.tensors.items():
             self.state.tensors[uid] = self._put(uid, self.state.tensors.get(uid), tensor, rank, self._params)
             if uid in part.carried:
@@ -384,7 +389,7 @@ class _Joiner:
             elif self._stateful is not None and uid not in self._stateful:
                 continue
             elif self._readings[uid].as_it_is:
-                ours.state[uid] = values
+                ours.state[uid] = {key: self._taken(value) for key, value in values.items()}
             else:
                 ours.state[uid] = self._join_state(uid, ours.state.get(uid, {}), values, part.tensors[uid], rank)
 
@@ -427,13 +432,13 @@ class _Joiner:
                         f"{self._source.atoms[uid].label()}: at step {self._source.step} ranks differ in its optimizer "
                         f"state {key!r} ({out[key]} and {value}), which should be equal on all"
                     )
-                out[key] = value
+                out[key] = self._taken(value)
         return out
 
     def _put(self, uid: int, into: Any, tensor: torch.Tensor, rank: int, memory: Memory) -> Any:
         reading = self._readings[uid]
         if reading.as_it_is:
-            return tensor
+            return self._taken(tensor)
         if reading.is_mean:
             wide = torch.promote_types(tensor.dtype, torch.float64)
             into = into or _Sum(torch.zeros(reading.size, dtype=wide), tensor.dtype)
@@ -445,6 +450,10 @@ class _Joiner:
         for cut in reading.cuts[rank]:
             into[slices(cut.target)] = tensor[slices(cut.source)]
         return into
+
+    def _taken(self, value: Any) -> Any:
+        """As it is; a copy if there is more in its memory that is not wanted."""
+        return value.clone() if self._is_cut and isinstance(value, torch.Tensor) else value
 
     def _settle(self, uids: Iterable[int]) -> None:
         """Sums that are complete become means."""
