@@ -32,9 +32,10 @@ WARM_STEPS = 12
 
 def measure(
     workload: Workload, *, num_steps: int = 24, num_threads: int = 1, folder: str | None = None, memory: str = "/dev/shm",
-    progress: Progress = silent,
+    pictures: str | None = None, progress: Progress = silent,
 ) -> dict[str, Any]:  # fmt: skip
-    """All regimes, as a plain dict. `memory`: a folder for the pool; where there is none, `folder`."""
+    """All regimes, as a plain dict. `memory`: a folder for the pool; where there is none, `folder`. `pictures`: a folder for
+    drawings of a real step of each, against its plan."""
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
@@ -49,7 +50,11 @@ def measure(
             top = tempfile.mkdtemp(prefix="everstep-bench-", dir=folder)
             pool = tempfile.mkdtemp(prefix="everstep-bench-", dir=memory if os.path.isdir(memory) else folder)
             try:
-                found[regime] = _regime(workload, os.path.join(top, "run"), pool, bandwidth, num_steps)
+                found[regime], picture = _regime(workload, os.path.join(top, "run"), pool, bandwidth, num_steps)
+                if pictures is not None:
+                    os.makedirs(pictures, exist_ok=True)
+                    with open(os.path.join(pictures, f"{regime.replace(' ', '-')}.svg"), "w") as f:
+                        f.write(picture)
             finally:
                 shutil.rmtree(top, ignore_errors=True)
                 shutil.rmtree(pool, ignore_errors=True)
@@ -82,7 +87,7 @@ def _plain(workload: Workload) -> tuple[float, float, int]:
     return statistics.median(steps[2:]), statistics.median(quiets[2:]), state_bytes(model, optimizer)
 
 
-def _regime(workload: Workload, path: str, pool: str, bandwidth: float, num_steps: int) -> dict[str, Any]:
+def _regime(workload: Workload, path: str, pool: str, bandwidth: float, num_steps: int) -> tuple[dict[str, Any], str]:
     model, optimizer, stream = _built(workload)
     with attach(
         model, optimizer, path, mode="snapshot", snapshot_interval=1, pool=pool, max_bandwidth=bandwidth,
@@ -97,7 +102,10 @@ def _regime(workload: Workload, path: str, pool: str, bandwidth: float, num_step
                 schedule = run.stats()["schedule"]
                 stalls.append(schedule["measured_stall_s"])
                 peaks.append(schedule["measured_peak_bytes"])
+        run.flush()
         stats = run.stats()
+        states: Any = run._capture
+        picture = states.picture()
     last = stats["schedule"]
     stall_s, peak_bytes = statistics.median(stalls), statistics.median(peaks)
     return {
@@ -105,4 +113,4 @@ def _regime(workload: Workload, path: str, pool: str, bandwidth: float, num_step
         "planned_stall_s": last["stall_s"], "measured_stall_s": stall_s,
         "planned_peak_bytes": last["peak_bytes"], "measured_peak_bytes": peak_bytes, "step_s": stats["step_s"],
         "says": last["says"], "snapshots": stats["snapshots"],
-    }  # fmt: skip
+    }, picture  # fmt: skip

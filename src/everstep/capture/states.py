@@ -33,6 +33,7 @@ from everstep.format.documents import Manifest, StoredOptimizer
 from everstep.naming import Inventory
 from everstep.store.bases import Slot
 from everstep.store.pools import Pools
+from everstep.tune.picture import Row, Seen, draw
 from everstep.tune.schedule import Ground, Piece, Schedule, drifted, explain, plan
 
 MAX_OVERHEAD = 0.05
@@ -609,6 +610,27 @@ class States:
 
     def background_s(self) -> dict[str, float]:
         return {"offload": self.busy_s}
+
+    def picture(self) -> str:
+        """The last state on its way out, against the schedule (SVG); empty before there is one."""
+        begun_s, trace = self.last_trace
+        if self._schedule is None or not trace:
+            return ""
+        seen, changes = [], []
+        copied = {event.tensor for event in trace if event.kind == "copy"}
+        for event in trace:
+            row: Row = "copies" if event.kind == "copy" else "link"
+            name = f"tensor {event.tensor}, {event.kind}"
+            seen.append(Seen(row, name, event.begun_s - begun_s, event.ended_s - begun_s))
+            if event.kind == "copy":
+                changes.append((event.begun_s - begun_s, event.num_bytes))
+            elif event.kind == "snapshot" and event.tensor in copied:
+                changes.append((event.ended_s - begun_s, -event.num_bytes))
+        held, memory = 0, []
+        for at_s, num_bytes in sorted(changes):
+            held += num_bytes
+            memory.append((at_s, max(held, 0)))
+        return draw(self._schedule, seen, memory)
 
     @property
     def hook_s(self) -> float:

@@ -268,6 +268,9 @@ def intervals(
 @app.command("schedule")
 def schedule(
     steps: Annotated[int, typer.Option(min=1, help="That are measured in each regime.")] = 24,
+    pictures: Annotated[
+        str | None, typer.Option(help="A folder for drawings of a real step against its plan.", show_default=False)
+    ] = None,
     quick: Quick = False,
     folder: Folder = None,
     json: Json = False,
@@ -277,7 +280,7 @@ def schedule(
     from everstep.bench import schedule as bench
 
     def measure(place: str, told: Told) -> Found:
-        return bench.measure(_workload(512, quick), num_steps=steps, folder=place, progress=told)
+        return bench.measure(_workload(512, quick), num_steps=steps, folder=place, pictures=pictures, progress=told)
 
     _measured("schedule", measure, _show_schedule, folder=folder, json=json, markdown=markdown)
 
