@@ -137,7 +137,7 @@ class Leaving:
         self._room = room
         self._pace, self._copy_at = pace, copy_at
         self._copied_rest = False
-        self._rest = sum(s.num_bytes for s, settled in zip(live.slots, live.settled, strict=True) if not settled)
+        self._rest = live.num_bytes - sum(live.slots[i].num_bytes for i, settled in enumerate(live.settled) if settled)
         self._lock = threading.Lock()
         self._moved = threading.Condition(self._lock)
         self._over = False
@@ -153,15 +153,17 @@ class Leaving:
 
     def first_look(self, turn: int) -> None:
         """At the commit: what some of it is, to be compared with what arrives."""
-        pieces = self._pieces([-(-max(slot.num_bytes, 1) // _piece_bytes(slot)) for slot in self._live.slots])
-        left = FIRST_LOOK_BYTES
-        for k in range(len(pieces)):
-            index, piece = pieces[(turn + k) % len(pieces)]
+        slots, left = self._live.slots, FIRST_LOOK_BYTES
+        for k in range(len(slots)):
+            index = (turn + k) % len(slots)
+            if self._live.settled[index] or not _is_plain(self._live.tensors[index]):
+                continue
+            piece = turn // len(slots) % -(-max(slots[index].num_bytes, 1) // _piece_bytes(slots[index]))
             data = self._piece(index, piece)
             left -= len(data)
-            if left < 0 and k:
+            if left < 0 and self._first_look:
                 return
-            self._first_look[index, piece] = piece_sum(data, self._live.slots[index].uid, piece * PIECE_ELEMENTS)
+            self._first_look[index, piece] = piece_sum(data, slots[index].uid, piece * PIECE_ELEMENTS)
 
     def _pieces(self, counts: Sequence[int]) -> list[tuple[int, int]]:
         """(tensor, piece) of all that is where it can be looked at; `counts`: how many pieces each tensor has."""

@@ -106,6 +106,9 @@ def pack_hyper(hyper: Sequence[dict[str, Any]], name: str) -> str:
 
 
 _version = attrgetter("_version")
+_shape = attrgetter("shape")
+_data_ptr: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
+_strides: Callable[[torch.Tensor], tuple[int, ...]] = torch.Tensor.stride
 Mark = tuple[list[int], list[int]]
 
 
@@ -184,7 +187,7 @@ class Live:
         """Where in memory everything is that was described last, and how it lies there."""
         assert self._known is not None
         sources = self._known.sources
-        return [(t.data_ptr(), t.shape, t.stride()) for t in sources]
+        return list(zip(map(_data_ptr, sources), map(_shape, sources), map(_strides, sources), strict=True))
 
     def known(self) -> Described | None:
         """As it was described last, if it still consists of the same tensors; None: that must be found out."""

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import functools
 import itertools
 import json
+import math
 import os
 import re
 import threading
@@ -71,12 +73,9 @@ class Slot:
     shape: tuple[int, ...]
     strides: tuple[int, ...] | None = None
 
-    @property
+    @functools.cached_property
     def num_bytes(self) -> int:
-        n = self.dtype.itemsize
-        for s in self.shape:
-            n *= s
-        return n
+        return self.dtype.itemsize * math.prod(self.shape)
 
 
 def rank_file(rank: int) -> str:
