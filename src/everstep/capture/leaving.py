@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, MutableSequence, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -34,6 +34,9 @@ if it came before the tensor had left."""
 GIVE_WAY_S = 0.05
 """At most, for each piece: a reduction that hangs must not keep states from leaving."""
 
+SAMPLE_BYTES = 64
+"""Of each piece of a parameter that left before its state was committed: an edit before the commit is part of the state."""
+
 
 class Event(NamedTuple):
     """A part of a tensor was carried, from where it is or from a copy, or copied (times of perf_counter)."""
@@ -50,8 +53,9 @@ class Writer(Protocol):
     """Where a state goes: a base or a slot of a pool."""
 
     @property
-    def order(self) -> Sequence[int]:
-        """Indices into the slots in the order in which add_pieces() wants them."""
+    def order(self) -> MutableSequence[int]:
+        """Indices into the slots in the order in which add_pieces() wants them. A pool lets those be moved that it has not
+        been given yet."""
 
     def add_pieces(self, fill: Callable[[Bytes, int], None]) -> None: ...
 
@@ -71,8 +75,8 @@ class Room:
         """Memory, or None if there is none left."""
         return new_pages(num_bytes)
 
-    def give_back(self) -> None:
-        """All that was taken."""
+    def give_back(self, num_taken: int) -> None:
+        """What so many calls of take() gave."""
 
 
 class NoRoom(Room):
@@ -83,24 +87,31 @@ class NoRoom(Room):
 
 
 class Staging(Room):
-    """Up to so many bytes, which are used again and again."""
+    """Up to so many bytes, which are used again and again: from the start when all has been given back, since a state that
+    was given up may still be on its way when copies of the next are made. Any thread."""
 
     def __init__(self, num_bytes: int) -> None:
         self.limit = num_bytes
         self._memory: Bytes = np.empty(0, np.uint8)
-        self._used = 0
+        self._used = self._num_taken = 0
+        self._lock = threading.Lock()
 
     def take(self, num_bytes: int) -> Bytes | None:
-        first = -(-self._used // 64) * 64
-        if first + num_bytes > self.limit:
-            return None
-        if not len(self._memory):
-            self._memory = new_pages(self.limit)  # takes no memory before it is used
-        self._used = first + num_bytes
-        return self._memory[first : first + num_bytes]
+        with self._lock:
+            first = -(-self._used // 64) * 64
+            if first + num_bytes > self.limit:
+                return None
+            if not len(self._memory):
+                self._memory = new_pages(self.limit)  # takes no memory before it is used
+            self._used = first + num_bytes
+            self._num_taken += 1
+            return self._memory[first : first + num_bytes]
 
-    def give_back(self) -> None:
-        self._used = 0
+    def give_back(self, num_taken: int) -> None:
+        with self._lock:
+            self._num_taken -= num_taken
+            if not self._num_taken:
+                self._used = 0
 
 
 def _piece_bytes(slot: Slot) -> int:
@@ -119,23 +130,29 @@ class Leaving:
     """Something changed a tensor before it had left: what arrives is of no step."""
     has_left = False
     """Nothing of it is looked at in the live objects any more."""
+    is_cancelled = False
 
     def __init__(
-        self, live: Described, room: Room, *, pace: Callable[[int], float] | None = None,
+        self, live: Described, room: Room, *, pace: Callable[[int], float] | None = None, copy_first: bool = False,
         copy_at: Callable[[int], float] | None = None, give_way: Callable[[], bool] | None = None, is_ready: bool = True,
     ) -> None:  # fmt: skip
-        """`pace`: so many bytes have been carried: how many seconds to wait. `copy_at`: when (monotonic) to begin to copy
-        the rest, of so many bytes, since the next update is near. `give_way`: whether somebody else needs the memory's
-        bandwidth more. Not `is_ready`: tensors are as they will be stored only when make_ready() or complete() says so."""
+        """`pace`: so many bytes have been carried: how many seconds to wait. `copy_first`: what is ready is copied at once.
+        `copy_at`: when (monotonic) to begin to copy the rest, of so many bytes, since the next update is near. `give_way`:
+        whether somebody else needs the memory's bandwidth more. Not `is_ready`: tensors are as they will be stored only when
+        make_ready() or complete() says so, and this is no state before complete()."""
         self._live = live
         self._is_ready = [is_ready] * len(live.tensors)
+        self._is_whole = is_ready
+        self._samples: list[tuple[int, int, int, Bytes]] = []
+        """Of what left before complete(): tensor, first byte, stride, and every so many of a piece's bytes."""
         self._give_way = give_way
         self._is_awaited = self._is_guarded = False
         self._settled = list(live.settled)
         self._versions = [t._version for t in live.tensors]
         self._bytes: list[Bytes | None] = [None] * len(live.tensors)
         self._room = room
-        self._pace, self._copy_at = pace, copy_at
+        self._num_taken = 0
+        self._pace, self._copy_first, self._copy_at = pace, copy_first, copy_at
         self._copied_rest = False
         self._rest = live.num_bytes - sum(live.slots[i].num_bytes for i, settled in enumerate(live.settled) if settled)
         self._lock = threading.Lock()
@@ -144,8 +161,19 @@ class Leaving:
         self._first_look: dict[tuple[int, int], int] = {}
         self.edited: list[int] = []
         """uids of what was changed too early."""
+        self.changed: list[int] = []
+        """uids of what was changed after make_ready() and before complete()."""
+        self.is_deceived = False
+        """Some of that was not shown by a version counter."""
         self.copy_s = 0.0
         self.copied_bytes = 0
+        self.early_bytes = 0
+        """What left before complete()."""
+        self.idle_s = 0.0
+        """There was nothing to carry yet."""
+        self.gave_way_s = 0.0
+        self.left_at: float | None = None
+        """When (perf_counter) nothing of it was looked at in the live objects any more."""
         self.trace: list[Event] = []
         """What happened, in the order in which it ended."""
 
@@ -180,20 +208,18 @@ class Leaving:
 
     def guard(self, indices: Iterable[int] | None = None) -> None:
         """These tensors (all, if not told) are about to change: return when they may. Waits for no more than it must."""
-        if self._over:
-            return
         with self._lock:
             self._is_guarded = True
-        if self.has_left:
+        if self._over or self.has_left:
             return
         self._is_awaited = True
         for index in range(len(self._settled)) if indices is None else indices:
             with self._lock:
-                if not self._settled[index] and not self._copy(index):
+                if not self._over and not self._settled[index] and not self._copy(index):
                     self._moved.wait_for(lambda: self._settled[index] or self._over)  # noqa: B023  # called here only
         self._is_awaited = False
         if indices is None:
-            self.has_left = True
+            self._has_left()
 
     def is_ready(self, index: int) -> bool:
         return self._is_ready[index]
@@ -201,50 +227,89 @@ class Leaving:
     def make_ready(self, indices: Iterable[int]) -> None:
         """These tensors are as they will be stored, until guard() is called for them."""
         with self._lock:
+            if self._over:  # it failed, or was cancelled
+                return
             for index in indices:
                 self._is_ready[index] = True
                 self._versions[index] = self._live.tensors[index]._version
             self._moved.notify_all()
 
-    def complete(self, live: Described) -> bool:
+    def complete(self, live: Described, turn: int = 0) -> bool:
         """The state is this: whether that is what has been made ready, so that the rest can follow."""
-        old = self._live
         with self._lock:
+            old = self._live
             if self._over or live.slots != old.slots:
                 return False
-            for index, tensor in enumerate(live.tensors):
-                known = old.tensors[index]
-                if self._is_ready[index]:
-                    if live.settled[index] or tensor is not known or tensor._version != self._versions[index]:
-                        return False
-                    continue
-                old.tensors[index], self._settled[index] = tensor, live.settled[index]
-                self._rest -= live.slots[index].num_bytes if live.settled[index] else 0
-                self._versions[index] = tensor._version
+            ready = [index for index, is_ready in enumerate(self._is_ready) if is_ready]
+            self.changed = [
+                live.slots[i].uid
+                for i in ready
+                if live.settled[i] or live.tensors[i] is not old.tensors[i] or live.tensors[i]._version != self._versions[i]
+            ]
+            if self.changed or not self._is_as_sampled():
+                return False
+            for index in set(range(len(live.tensors))).difference(ready):
+                old.tensors[index], self._settled[index] = live.tensors[index], live.settled[index]
+                self._versions[index] = live.tensors[index]._version
+            self._rest = sum(s.num_bytes for s, settled in zip(live.slots, self._settled, strict=True) if not settled)
+            self.first_look(turn)
             self._is_ready = [True] * len(live.tensors)
+            self._is_whole = True
             self._moved.notify_all()
         return True
 
+    def _is_as_sampled(self) -> bool:
+        """Whether what has left early is still what it was, as far as samples tell."""
+        for index, start, stride, sample in self._samples:
+            data = view_bytes(self._live.tensors[index])
+            if not np.array_equal(data[start :: stride][: len(sample)], sample):
+                self.changed.append(self._live.slots[index].uid)
+                self.is_deceived = True
+        return not self.is_deceived
+
     def cancel(self) -> None:
         """It will not be a state of any step."""
-        self.torn = True
+        self.is_cancelled = True
         self.end()
 
     # -- the thread that carries --------------------------------------------------------------------------------------
 
     def carry(self, writer: Writer) -> None:
-        """All of it; writer.finish(), and forget() whatever happens, are the caller's."""
-        for index in writer.order:
+        """All of it, in the writer's order as far as tensors are ready; returns when it is a state, or was cancelled.
+        writer.finish(), and forget() whatever happens, are the caller's."""
+        order = writer.order
+        for k in range(len(order)):
             with self._lock:
-                self._moved.wait_for(lambda: self._is_ready[index] or self._over)  # noqa: B023  # called here only
-                if self._over:
+                self._wait_for(lambda: self._first_ready(order, k) is not None)  # noqa: B023  # called here only
+                found = self._first_ready(order, k)
+                if self._over or found is None:
                     return
+                index = order[found]
+                if found != k:
+                    order.insert(k, order.pop(found))
             writer.add_pieces(partial(self._fill, index))
             with self._lock:
                 if not self._settled[index]:
                     self._settle(index)
                 self._bytes[index] = None
+        with self._lock:
+            self._wait_for(lambda: self._is_whole)
+        self._has_left()
+
+    def _first_ready(self, order: Sequence[int], start: int) -> int | None:
+        return next((k for k in range(start, len(order)) if self._is_ready[order[k]]), None)
+
+    def _wait_for(self, is_so: Callable[[], bool]) -> None:
+        """With the lock; until it is so, or all is over."""
+        if self._over or is_so():
+            return
+        begun = time.perf_counter()
+        self._moved.wait_for(lambda: self._over or is_so())
+        self.idle_s += time.perf_counter() - begun
+
+    def _has_left(self) -> None:
         self.has_left = True
+        self.left_at = self.left_at or time.perf_counter()
 
     def end(self) -> None:
         """Nobody is waited for any longer, whatever has happened."""
@@ -255,7 +320,10 @@ class Leaving:
     def forget(self) -> None:
         """Let go of all tensors."""
         self.end()
-        self._live, self._bytes = Described(), []
+        with self._lock:
+            self._live, self._bytes = Described(), []
+            num_taken, self._num_taken = self._num_taken, 0
+        self._room.give_back(num_taken)
 
     def second_look(self, stored: Sequence[StoredTensor], turn: int) -> None:
         """Whether some of what has left, other pieces at each turn, is still what it was, as long as no update comes."""
@@ -284,33 +352,48 @@ class Leaving:
     def _fill(self, index: int, region: Bytes, start: int) -> None:
         begun = time.perf_counter()
         with self._lock:  # guard() may put a copy in the tensor's place between two pieces
+            if self._over:
+                return  # what is being written will be given up
             np.copyto(region, self._source(index)[start : start + len(region)])
             kind = "snapshot" if self._settled[index] else "in place"
+            if not self._is_whole:
+                self.early_bytes += len(region)
+                if kind == "in place":
+                    self._sample(index, region, start)
         self._carry_on(len(region))
         self.trace.append(Event(kind, index, len(region), begun, time.perf_counter()))
 
     def _carry_on(self, num_bytes: int) -> None:
         """So much has left: keep to the pace, and out of the way of others."""
-        if self._pace is not None or self._copy_at is not None:
+        if self._pace is not None or self._copy_first or self._copy_at is not None:
             self._wait(num_bytes)
-        if self._give_way is not None:
-            until = time.monotonic() + GIVE_WAY_S
-            while self._give_way() and not self._is_awaited and time.monotonic() < until:
+        if self._give_way is not None and self._give_way():
+            begun = time.monotonic()
+            until = begun + GIVE_WAY_S
+            while self._give_way() and not self._is_awaited and not self._over and time.monotonic() < until:
                 time.sleep(0.0005)
+            self.gave_way_s += time.monotonic() - begun
 
     def _wait(self, num_bytes: int) -> None:
         """Keep to the pace, and begin to copy in time."""
         until = time.monotonic() + (self._pace(num_bytes) if self._pace is not None else 0.0)
-        while True:
+        while not self._over:
             now = time.monotonic()
-            copy_at = float("inf")
-            if self._copy_at is not None and not self._copied_rest and not self.has_left:
-                copy_at = self._copy_at(self._rest)
-                if now >= copy_at:
-                    self._copy_rest()
+            copy_at = self._time_to_copy()
+            if now >= copy_at:
+                self._copy_rest()
             if now >= until:
                 return
             time.sleep(max(0.0, min(until, copy_at, now + 0.01) - now))
+
+    def _time_to_copy(self) -> float:
+        """When (monotonic)."""
+        if self._copied_rest or self.has_left:
+            return float("inf")
+        if self._copy_first:
+            return float("-inf")
+        # As long as it is no state its next update is a whole step away.
+        return self._copy_at(self._rest) if self._copy_at is not None and self._is_whole else float("inf")
 
     def _copy_rest(self) -> None:
         """Of what is ready: there may be more later."""
@@ -341,7 +424,10 @@ class Leaving:
         memory = self._room.take(len(source))
         if memory is None:
             return False
+        self._num_taken += 1
         np.copyto(memory, source)
+        if not self._is_whole:
+            self._sample(index, memory, 0)
         self._bytes[index] = memory
         self._settle(index)
         ended = time.perf_counter()
@@ -349,6 +435,12 @@ class Leaving:
         self.copy_s += ended - begun
         self.trace.append(Event("copy", index, len(source), begun, ended))
         return True
+
+    def _sample(self, index: int, data: Bytes, start: int) -> None:
+        """Keep some bytes of what has left of a parameter: that they are edited after an update is usual of those only."""
+        if self._live.slots[index].role == "param":
+            stride = max(1, len(data) // SAMPLE_BYTES) | 1  # odd: all bytes of elements get their turn
+            self._samples.append((index, start, stride, data[::stride].copy()))
 
     def _settle(self, index: int) -> None:
         """This tensor has been read: was it left alone until now?"""

@@ -205,6 +205,8 @@ class Live:
                 names = map(str, optimizer.state.get(p, {}))
                 uids = [uid, *(state_uid(name, uid, key) for key in names)]
                 found[id(p)] = [at[u] for u in uids if u in at]
+            for p in chain.from_iterable(group["params"] for group in optimizer.param_groups):
+                found.setdefault(id(p), [])  # another rank stores it
         return found
 
     def hyper(self) -> dict[str, list[dict[str, Any]]]:
@@ -244,11 +246,12 @@ class Live:
         return not self._is_part and not _same(now, self._all)
 
     def _state_values(self) -> list[Any] | None:
-        """All that the optimizers keep, if that are dense tensors, and for every parameter; else None."""
+        """All that the optimizers keep of what this process stores, if that are dense tensors, and for every parameter; else
+        None."""
         found: list[Any] = []
         for name, optimizer in self._optimizers.items():
             state, params = optimizer.state, self._params[name]
-            if len(state) != len(params):
+            if len(state) != len(params) and not (self._is_part and all(isinstance(k, torch.Tensor) for k in state)):
                 return None
             try:
                 found += chain.from_iterable(map(dict.values, map(state.get, params)))  # type: ignore[arg-type]
@@ -256,7 +259,10 @@ class Live:
                 return None
         if self._values and _same(found, self._values):
             return found
-        return found if all(isinstance(v, torch.Tensor) and not v.is_sparse for v in found) else None
+        is_known = all(isinstance(v, torch.Tensor) and not v.is_sparse for v in found)
+        if self._is_part:
+            is_known = is_known and all(sharding.local(v) is v for v in found)
+        return found if is_known else None
 
 
 def _leaves(optimizer: Optimizer, uids: Sequence[int], params: Sequence[torch.Tensor]) -> list[Any]:

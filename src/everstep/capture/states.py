@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import math
 import queue
-import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -23,6 +22,7 @@ from torch.optim import Optimizer
 from everstep import background
 from everstep import cursor as cursors
 from everstep.atoms import Layout
+from everstep.capture.ahead import Ahead, Job
 from everstep.capture.capture import Destination
 from everstep.capture.layerwise import Layerwise
 from everstep.capture.leaving import Event, Leaving, NoRoom, Room, Staging, Writer
@@ -80,24 +80,6 @@ class _Averages:
         return self.values.get(name, default)
 
 
-class _Job:
-    """One state on its way to the pool."""
-
-    def __init__(
-        self, step: int, layout: Layout, live: Described, leaving: Leaving, fields: Callable[[], dict[str, Any]] | None
-    ) -> None:
-        """`fields`: None as long as it is not known what else a manifest of it says."""
-        self.step = step
-        self.layout = layout
-        self.live = live
-        self.leaving = leaving
-        self.fields = fields
-        self.is_committed = fields is not None
-        """Whether this is S(step), and not what backward is making of it."""
-        self.committed_at = time.perf_counter()
-        self.done = threading.Event()
-
-
 class States:
     """The live objects of one generation, whose states are stored as they are. The counterpart of capture.Capture."""
 
@@ -124,14 +106,15 @@ class States:
         self._note()
         self._last_begun = step
         self.interval = settings.interval or 1
-        self._job: _Job | None = None
-        self._next: _Job | None = None
+        self._job: Job | None = None
+        self._ahead = Ahead(self._live, self._begin_ahead)
         """With layer-wise updates: the state that backward is making."""
-        self._positions: dict[int, list[int]] = {}
-        self._order: list[int] = []
-        self._order_of: Inventory | None = None
         self._turn = 0
         self.layers: list[Layerwise] = []
+        self.gives_way = True
+        """While gradients are being reduced. Only a benchmark wants it otherwise."""
+        self._is_quiet = False
+        """Nothing has been updated since the last commit."""
         self.snapshot: Snapshot | None = None
         self.may_finish_base: Callable[[int], bool] = lambda step: True
         self.on_durable: Callable[[int], None] = lambda step: None
@@ -150,8 +133,10 @@ class States:
         self._copied_bytes = 0
         self.last_trace: tuple[float, list[Event]] = (0.0, [])
         """Of the last state that was stored: when it was committed, and how it left."""
-        self.num_stored = self.num_skipped = self.num_torn = 0
-        self.stored_bytes = 0
+        self.num_stored = self.num_skipped = self.num_torn = self.num_early = 0
+        self.stored_bytes = self.early_bytes = self.copied_bytes = 0
+        self.gave_way_s = self.ahead_s = 0.0
+        """Sums over states; the second: how long before the next update nothing of them had to leave any more."""
         self.busy_s = self._hook_s = 0.0
         self._handles = [
             handle
@@ -160,7 +145,7 @@ class States:
                 optimizer.register_step_pre_hook(self._before_update), optimizer.register_step_post_hook(self._after_update)
             )
         ]  # fmt: skip
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread = background.start(self._run, "everstep-offload")
         if settings.layerwise:
             self._watch_layers(models)
@@ -183,11 +168,19 @@ class States:
         begun, stalled = time.perf_counter(), self.stall_s
         if not self._updates:
             self._means.add("quiet_s", begun - self._committed_at)
+        self._quiet_ends(begun)
         self.guard()
         self._hook_s += time.perf_counter() - begun - (self.stall_s - stalled)
 
     def _after_update(self, *_: Any) -> None:
         self._updates += 1
+
+    def _quiet_ends(self, now: float) -> None:
+        """Something is about to be updated."""
+        if self._is_quiet and self._job is not None:
+            left_at = self._job.leaving.left_at
+            self.ahead_s += 0.0 if left_at is None else max(0.0, now - left_at)
+        self._is_quiet = False
 
     def guard(self) -> None:
         """The state is about to change: return when nothing looks at it any more."""
@@ -210,62 +203,42 @@ class States:
 
     def _before_layer(self, params: list[torch.Tensor]) -> None:
         """These are about to be updated, in backward or by step()."""
-        begun = time.perf_counter()
-        job, following = self._job, self._next
+        begun, job = time.perf_counter(), self._job
+        self._quiet_ends(begun)
         if job is not None and not job.done.is_set():
-            known = len(job.live.slots) == len(self._order)
-            job.leaving.guard(self._positions_of(params) if known else None)
+            job.leaving.guard(self._ahead.places(params, job.live.slots))
         if self.snapshot is not None and not self.snapshot.done.is_set():
             self.snapshot.guard()
-        if following is not None and any(following.leaving.is_ready(i) for i in self._positions_of(params)):
-            self._drop_next()  # another step, and none was committed between
+        self._ahead.before(params)
         self.stall_s += time.perf_counter() - begun
 
     def _after_layer(self, params: list[torch.Tensor]) -> None:
-        """These are as they will be at the next commit, most likely."""
-        if self._next is None and self.step + 1 - self._last_begun >= self.interval:
-            self._open_next()
-        if self._next is not None:
-            self._next.leaving.make_ready(self._positions_of(params))
+        is_due = self.step + 1 - self._last_begun >= self.interval
+        self._ahead.after(params, self._carried_before.values() if is_due else None)
 
-    def _positions_of(self, params: list[torch.Tensor]) -> list[int]:
-        return [i for p in params for i in self._positions.get(id(p), ())]
+    def _begin_ahead(self, live: Described) -> Job:
+        """S(step + 1) begins to leave before it is there."""
+        job = Job(self.step + 1, self.layout, live, self._leaving(live, is_ready=False), None)
+        self._jobs.put(job)
+        return job
 
-    def _open_next(self) -> None:
-        """The next state begins to leave before it is committed."""
-        known = self._live.known()
-        if known is None:
-            return
-        if self._order_of is not self._live.inventory or len(self._order) != len(known.slots):
-            self._positions = self._live.positions(known)
-            # Parameters of the last layers are updated first; what is not updated at all comes at the commit.
-            first = [i for p in reversed(self._positions.values()) for i in p]
-            self._order = [*first, *sorted(set(range(len(known.slots))) - set(first))]
-            self._order_of = self._live.inventory
-        self._next = _Job(self.step + 1, self.layout, known, self._leaving(known, is_ready=False), None)
-        self._jobs.put(self._next)
-
-    def _drop_next(self) -> None:
-        if self._next is not None:
-            self._next.leaving.cancel()
-        self._next = None
-
-    def _complete_next(self, cursor: dict[str, Any]) -> bool:
+    def _complete_ahead(self, cursor: dict[str, Any]) -> bool:
         """Whether what has begun to leave is S(step)."""
-        job, self._next = self._next, None
+        if self._ahead.job is None:
+            return False
+        try:
+            job = self._ahead.complete(self.step, *self._state_now(cursor), self._turn)
+        finally:
+            self._ahead.drop()  # if it could not be described
         if job is None:
             return False
-        live, fields = self._state_now(cursor)
-        job.fields = fields
-        if job.step == self.step and job.leaving.complete(live):
-            job.is_committed = True
-            self._begun(job)
-            return True
-        job.leaving.cancel()
-        return False
+        self.num_early += 1
+        self._turn += 1
+        self._begun(job)
+        return True
 
     def _gives_way(self) -> bool:
-        return any(layer.reducing.is_set() for layer in self.layers)
+        return self.gives_way and any(layer.reducing.is_set() for layer in self.layers)
 
     # -- the boundary -------------------------------------------------------------------------------------------------
 
@@ -280,14 +253,16 @@ class States:
         self._updates = 0
         self._hyper = hyper
         self._count_time()
+        self._ahead.look()
         if self.step - self._last_begun >= self.interval and self._is_free():
-            if not self._complete_next(now):
+            if not self._complete_ahead(now):
                 self._begin(now)
         else:
-            self._drop_next()
+            self._ahead.drop()
         self._note()
         self._warn_hidden()
         self._committed_at = time.perf_counter()
+        self._is_quiet = True
         return True
 
     def _is_free(self) -> bool:
@@ -312,31 +287,32 @@ class States:
         self._stalled_s += stalled
         self.trained_s += stalled + min(max(took - stalled, 0.0), 2 * self.step_s)
 
-    def _begin(self, cursor: dict[str, Any]) -> _Job:
+    def _begin(self, cursor: dict[str, Any]) -> Job:
         """Start to carry out S(step), which the live state is."""
         live, fields = self._state_now(cursor)
         if self._settings.staged and self._memory_bytes(live) != self._room.limit:
             self._room = Staging(self._memory_bytes(live))
-        job = _Job(self.step, self.layout, live, self._leaving(live), fields)
+        job = Job(self.step, self.layout, live, self._leaving(live), fields)
         job.leaving.first_look(self._turn)
         self._turn += 1
-        self._jobs.put(job)
         self._begun(job)
+        self._jobs.put(job)
         return job
 
     def _leaving(self, live: Described, *, is_ready: bool = True) -> Leaving:
         return Leaving(
-            live, self._room, pace=self._settings.pace,
+            live, self._room, pace=self._settings.pace, copy_first=self._settings.copy_first,
             copy_at=self._copy_at if self._settings.staged else None, is_ready=is_ready,
             give_way=self._gives_way if self.layers else None,
         )  # fmt: skip
 
-    def _begun(self, job: _Job) -> None:
+    def _begun(self, job: Job) -> None:
         """This is the state on its way now."""
         if self.num_stored >= MEASURED_AFTER:
             self._means.add("snapshot_stall_s", self._stalled_s)  # since the last one
         self._stalled_s = 0.0
         self._last_begun = self.step
+        self._committed_at = job.committed_at = time.perf_counter()
         self._job = job
 
     def _state_now(self, cursor: dict[str, Any], *, copy: bool = False) -> tuple[Described, Callable[[], dict[str, Any]]]:
@@ -382,6 +358,15 @@ class States:
         self._buffers, self._grads = self._live.buffers_mark(), self._live.gradients_mark()
 
     def _warn_hidden(self) -> None:
+        if self._ahead.is_deceived:
+            self._ahead.is_deceived = False
+            warnings.warn(
+                f"before step {self.step}, parameters were changed between their update and the commit in a way that no "
+                "version counter shows (.data, numpy). This step is stored as it is; whether steps before it lack such a "
+                "change is not known. From now on states begin to leave at the commit, in spite of layerwise=True",
+                HiddenEditWarning,
+                stacklevel=3,
+            )
         if not self._hidden:
             return
         uids, self._hidden = self._hidden, []
@@ -412,17 +397,18 @@ class States:
             finally:
                 turn += 1
                 job.leaving.forget()
-                self._room.give_back()
-                self.busy_s += time.perf_counter() - begun
+                self.busy_s += time.perf_counter() - begun - job.leaving.idle_s
                 job.done.set()
                 del job  # its tensors are freed here, not when the next one comes
 
-    def _store(self, job: _Job, turn: int) -> None:
+    def _store(self, job: Job, turn: int) -> None:
         begun = time.perf_counter()
-        writer: Writer = self._pools.begin(job.step, job.layout, job.live.slots, self._order)
+        writer: Writer = self._pools.begin(job.step, job.layout, job.live.slots, self._ahead.order)
         manifest: Manifest | None = None
         try:
             job.leaving.carry(writer)
+            if job.leaving.is_cancelled:
+                return
             if not job.leaving.torn:
                 job.leaving.second_look(writer.stored(), turn)
             if not job.leaving.torn:
@@ -435,24 +421,24 @@ class States:
                 with contextlib.suppress(StorageError):  # the first error is the one to report
                     writer.abandon()
         if manifest is None:
-            if job.is_committed:  # before a commit weights may be edited as one likes
-                self._volatile.update(job.leaving.edited)
-                self._hidden += job.leaving.edited
-                self.num_torn += job.leaving.torn
+            self._volatile.update(job.leaving.edited)
+            self._hidden += job.leaving.edited
+            self.num_torn += job.leaving.torn
             return
         self.num_stored += 1
         self.stored_bytes += job.live.num_bytes
+        self.early_bytes += job.leaving.early_bytes
+        self.copied_bytes += job.leaving.copied_bytes
+        self.gave_way_s += job.leaving.gave_way_s
         self._pools.committed(job.step)
         self.synced_step = job.step
         self.on_durable(job.step)
-        self._learn(job, time.perf_counter() - begun)
+        self._learn(job, time.perf_counter() - begun - job.leaving.idle_s)
 
     # -- schedule -----------------------------------------------------------------------------------------------------
 
     def _copy_at(self, num_bytes: int) -> float:
         """When to begin to copy the rest, so that it is done when the next update comes; inf: it will have left by then."""
-        if self._settings.copy_first:
-            return float("-inf")
         quiet_s, bandwidth = self._means.get("quiet_s"), self._bandwidth()
         if not quiet_s or not bandwidth:
             return float("inf")
@@ -474,7 +460,7 @@ class States:
         limit = self._settings.max_bandwidth if self._settings.pace is not None else None
         return limit or self._means.get("bandwidth")
 
-    def _learn(self, job: _Job, took_s: float) -> None:
+    def _learn(self, job: Job, took_s: float) -> None:
         """By the thread, after a state was stored: what it cost, and how often that can be afforded."""
         leaving = job.leaving
         self._copied_bytes = leaving.copied_bytes
@@ -517,7 +503,7 @@ class States:
                 job.done.wait()
             if self.synced_step >= self.step or self.error is not None or cursor is None or not self.is_as_committed():
                 return
-            self._drop_next()
+            self._ahead.drop()
             self._begin(cursor).done.wait()
 
     def settle(self) -> None:
@@ -526,10 +512,11 @@ class States:
     def forget_changes(self) -> None:
         """The live objects were set to S(step) again: nothing has happened since."""
         self._live.refresh()
-        self._drop_next()
+        self._ahead.drop()
         for layer in self.layers:
             layer.reset()
         self._updates = 0
+        self._is_quiet = False
         self._hyper = self._live.hyper()
         self._note()
 
@@ -578,8 +565,9 @@ class States:
 
     def restart(self) -> None:
         """Forget the error; the next state goes into a new pool."""
-        if self._job is not None:
-            self._job.done.wait()
+        for job in (self._job, self._ahead.drop()):
+            if job is not None:
+                job.done.wait()
         if self.snapshot is not None:  # one that has not failed still looks at the live state
             self.snapshot.guard()
             self.snapshot.wait()
@@ -588,7 +576,7 @@ class States:
 
     def close(self, *, finish: bool) -> None:
         self.guard()
-        self._drop_next()
+        self._ahead.drop()
         for layer in self.layers:
             layer.detach()
         for handle in self._handles:
@@ -645,6 +633,9 @@ class States:
             "snapshots_skipped": self.num_skipped,
             "snapshots_torn": self.num_torn,
             "snapshot_interval": self.interval,
+            "snapshots_early": self.num_early,
+            "early_bytes": self.early_bytes,
+            "gave_way_s": self.gave_way_s,
             "pool_bytes": self._pools.num_bytes,
             "pool_is_durable": self._pools.is_durable,
             "schedule": None if schedule is None else {
