@@ -250,15 +250,19 @@ class States:
             return False
         now, hyper = cursor(), self._live.hyper()  # may raise (an extra's state_dict): then everything stays pending
         self.step += 1
-        self._updates = 0
         self._hyper = hyper
         self._count_time()
         self._ahead.look()
-        if self.step - self._last_begun >= self.interval and self._is_free():
-            if not self._complete_ahead(now):
-                self._begin(now)
-        else:
-            self._ahead.drop()
+        try:
+            if self.step - self._last_begun >= self.interval and self._is_free():
+                if not self._complete_ahead(now):
+                    self._begin(now)
+            else:
+                self._ahead.drop()
+        except BaseException:
+            self.step -= 1  # it could not be described, or its layout not be stored: it is still pending
+            raise
+        self._updates = 0
         self._note()
         self._warn_hidden()
         self._committed_at = time.perf_counter()
