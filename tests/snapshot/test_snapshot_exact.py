@@ -96,7 +96,7 @@ def test_chosen_intervals_lose_steps_but_no_bit(pool_mode: str | None, tmp_path:
 
     truth = run_plainly(make)
     for process in range(4):
-        t = make(77 + process)
+        t = make(SEED + process)
         run = everstep.attach(
             t.model, t.optimizer, tmp_path / "run", extras=t.extras, mode="snapshot", pool_mode=pool_mode, quiet=True,
             max_bandwidth=3e5,
