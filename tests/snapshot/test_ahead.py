@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import everstep
+import everstep.capture.leaving as leaving_module
 from everstep.capture.layerwise import Layerwise
 from everstep.capture.leaving import Leaving, Room, Staging
 from everstep.capture.live import Described
@@ -270,6 +271,12 @@ def test_a_commit_that_fails_leaves_no_state_behind_that_close_waits_for(
     assert everstep.open(tmp_path / "run").steps[-1] == AFTER + 3  # the same step, once more
 
 
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that tensors of 64 elements are in two pieces."""
+    monkeypatch.setattr(leaving_module, "PIECE_ELEMENTS", 32)
+
+
 # -- one state by itself ----------------------------------------------------------------------------------------------
 
 
@@ -288,9 +295,9 @@ class Written:
         index = self.order[self._next]
         self._next += 1
         region = np.zeros(self._live.slots[index].num_bytes, np.uint8)
-        half = len(region) // 2
-        fill(region[:half], 0)
-        fill(region[half:], half)
+        size = leaving_module.PIECE_ELEMENTS * self._live.slots[index].dtype.itemsize
+        for start in range(0, len(region), size):
+            fill(region[start : start + size], start)
         self.data[index] = region
 
 
@@ -307,6 +314,7 @@ def carried(leaving: Leaving, writer: Any) -> threading.Thread:
     return thread
 
 
+@pytest.mark.usefixtures("small_pieces")
 def test_a_piece_waits_while_gradients_are_reduced_and_goes_on_when_they_have_been(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("everstep.capture.leaving.GIVE_WAY_S", 60.0)
     reducing = threading.Event()
@@ -324,6 +332,7 @@ def test_a_piece_waits_while_gradients_are_reduced_and_goes_on_when_they_have_be
 
 
 @pytest.mark.parametrize("indices", [None, [2, 1]])
+@pytest.mark.usefixtures("small_pieces")
 def test_a_piece_that_training_waits_for_gives_no_way(monkeypatch: pytest.MonkeyPatch, indices: list[int] | None) -> None:
     """The reduction may be waiting for this very process."""
     from everstep.capture.leaving import NoRoom
@@ -343,6 +352,7 @@ def test_a_piece_that_training_waits_for_gives_no_way(monkeypatch: pytest.Monkey
     assert [writer.data[i].view(np.float32)[0] for i in range(3)] == [0.0, 1.0, 2.0]
 
 
+@pytest.mark.usefixtures("small_pieces")
 def test_what_is_ready_first_leaves_first() -> None:
     live, _ = described(4)
     writer = Written(live)
@@ -356,6 +366,7 @@ def test_what_is_ready_first_leaves_first() -> None:
     assert writer.order == [2, 0, 1, 3] and leaving.left_at is not None
 
 
+@pytest.mark.usefixtures("small_pieces")
 def test_a_state_that_is_cancelled_ends_and_its_guard_returns() -> None:
     live, _ = described(4)
     leaving = Leaving(live, Room(), pace=lambda _: 60.0)
@@ -371,6 +382,7 @@ def test_a_state_that_is_cancelled_ends_and_its_guard_returns() -> None:
     assert not leaving.complete(live)
 
 
+@pytest.mark.usefixtures("small_pieces")
 def test_a_state_that_was_given_up_gives_back_only_its_own_copies() -> None:
     room = Staging(4 * 256)
     (old, _), (new, tensors) = described(2), described(3)

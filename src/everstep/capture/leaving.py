@@ -135,11 +135,13 @@ class Leaving:
     def __init__(
         self, live: Described, room: Room, *, pace: Callable[[int], float] | None = None, copy_first: bool = False,
         copy_at: Callable[[int], float] | None = None, give_way: Callable[[], bool] | None = None, is_ready: bool = True,
+        max_copied: int | None = None,
     ) -> None:  # fmt: skip
         """`pace`: so many bytes have been carried: how many seconds to wait. `copy_first`: what is ready is copied at once.
         `copy_at`: when (monotonic) to begin to copy the rest, of so many bytes, since the next update is near. `give_way`:
-        whether somebody else needs the memory's bandwidth more. Not `is_ready`: tensors are as they will be stored only when
-        make_ready() or complete() says so, and this is no state before complete()."""
+        whether somebody else needs the memory's bandwidth more. `max_copied`: no more bytes are copied. Not `is_ready`:
+        tensors are as they will be stored only when make_ready() or complete() says so, and this is no state before
+        complete()."""
         self._live = live
         self._is_ready = [is_ready] * len(live.tensors)
         self._is_whole = is_ready
@@ -150,6 +152,14 @@ class Leaving:
         self._settled = list(live.settled)
         self._versions = [t._version for t in live.tensors]
         self._bytes: list[Bytes | None] = [None] * len(live.tensors)
+        self._carried = [0] * len(live.tensors)
+        """Of each tensor, bytes from its beginning that have been carried."""
+        self._copied_from = [slot.num_bytes for slot in live.slots]
+        """And from where on pieces have been copied:"""
+        self._copies: dict[tuple[int, int], Bytes] = {}
+        """By tensor and first byte."""
+        self._order: Sequence[int] = range(len(live.tensors))
+        self._max_copied = max_copied
         self._room = room
         self._num_taken = 0
         self._pace, self._copy_first, self._copy_at = pace, copy_first, copy_at
@@ -213,10 +223,14 @@ class Leaving:
         if self._over or self.has_left:
             return
         self._is_awaited = True
-        for index in range(len(self._settled)) if indices is None else indices:
+        wanted = list(range(len(self._settled)) if indices is None else indices)
+        for index in self._last_first(wanted):
             with self._lock:
-                if not self._over and not self._settled[index] and not self._copy(index):
-                    self._moved.wait_for(lambda: self._settled[index] or self._over)  # noqa: B023  # called here only
+                if self._over or (not self._settled[index] and not self._copy(index)):
+                    break
+        for index in wanted:
+            with self._lock:
+                self._moved.wait_for(lambda: self._settled[index] or self._over)  # noqa: B023  # called here only
         self._is_awaited = False
         if indices is None:
             self._has_left()
@@ -277,7 +291,7 @@ class Leaving:
     def carry(self, writer: Writer) -> None:
         """All of it, in the writer's order as far as tensors are ready; returns when it is a state, or was cancelled.
         writer.finish(), and forget() whatever happens, are the caller's."""
-        order = writer.order
+        order = self._order = writer.order
         for k in range(len(order)):
             with self._lock:
                 self._wait_for(lambda: self._first_ready(order, k) is not None)  # noqa: B023  # called here only
@@ -321,7 +335,7 @@ class Leaving:
         """Let go of all tensors."""
         self.end()
         with self._lock:
-            self._live, self._bytes = Described(), []
+            self._live, self._bytes, self._copies = Described(), [], {}
             num_taken, self._num_taken = self._num_taken, 0
         self._room.give_back(num_taken)
 
@@ -354,8 +368,14 @@ class Leaving:
         with self._lock:  # guard() may put a copy in the tensor's place between two pieces
             if self._over:
                 return  # what is being written will be given up
-            np.copyto(region, self._source(index)[start : start + len(region)])
-            kind = "snapshot" if self._settled[index] else "in place"
+            copy = self._copies.pop((index, start), None)
+            np.copyto(region, self._source(index)[start : start + len(region)] if copy is None else copy)
+            kind = "snapshot" if copy is not None or self._settled[index] else "in place"
+            if kind == "in place":
+                self._rest -= len(region)
+                self._carried[index] = start + len(region)
+                if self._carried[index] == self._copied_from[index]:
+                    self._settle(index)
             if not self._is_whole:
                 self.early_bytes += len(region)
                 if kind == "in place":
@@ -398,10 +418,15 @@ class Leaving:
     def _copy_rest(self) -> None:
         """Of what is ready: there may be more later."""
         self._copied_rest = all(self._is_ready)
-        for index in range(len(self._settled)):
+        for index in self._last_first(range(len(self._settled))):
             with self._lock:
                 if self._is_ready[index] and not self._settled[index] and not self._copy(index):
                     return
+
+    def _last_first(self, indices: Iterable[int]) -> list[int]:
+        """What will be carried last is copied first: the link may come to the others in time."""
+        place = {index: k for k, index in enumerate(self._order)}
+        return sorted(indices, key=lambda index: -place.get(index, 0))
 
     # -- either, with the lock ----------------------------------------------------------------------------------------
 
@@ -412,28 +437,35 @@ class Leaving:
             dense = plain(tensor)
             found = self._bytes[index] = view_bytes(dense)
             if dense.data_ptr() != tensor.data_ptr() and not self._settled[index]:
+                self._rest -= len(found)
                 self._settle(index)  # that was a copy already
         return found
 
     def _copy(self, index: int) -> bool:
-        """Whether there was room."""
-        begun = time.perf_counter()
-        source = self._source(index)
-        if self._settled[index]:
-            return True
-        memory = self._room.take(len(source))
-        if memory is None:
-            return False
-        self._num_taken += 1
-        np.copyto(memory, source)
-        if not self._is_whole:
-            self._sample(index, memory, 0)
-        self._bytes[index] = memory
-        self._settle(index)
-        ended = time.perf_counter()
-        self.copied_bytes += len(source)
-        self.copy_s += ended - begun
-        self.trace.append(Event("copy", index, len(source), begun, ended))
+        """What is left of a tensor, its last pieces first. Whether there was room for all of it."""
+        source, step = self._source(index), _piece_bytes(self._live.slots[index])
+        end = self._copied_from[index]
+        while not self._settled[index] and end > self._carried[index]:
+            begun = time.perf_counter()
+            start = (end - 1) // step * step
+            if self._max_copied is not None and self.copied_bytes + end - start > self._max_copied:
+                return False
+            memory = self._room.take(end - start)
+            if memory is None:
+                return False
+            self._num_taken += 1
+            np.copyto(memory, source[start:end])
+            if not self._is_whole:
+                self._sample(index, memory, start)
+            self._copies[index, start] = memory
+            ended = time.perf_counter()
+            self.copied_bytes += end - start
+            self.copy_s += ended - begun
+            self.trace.append(Event("copy", index, end - start, begun, ended))
+            self._rest -= end - start
+            end = self._copied_from[index] = start
+        if not self._settled[index]:
+            self._settle(index)
         return True
 
     def _sample(self, index: int, data: Bytes, start: int) -> None:
@@ -447,5 +479,4 @@ class Leaving:
         if self._live.tensors[index]._version != self._versions[index]:
             self._was_edited(index)
         self._settled[index] = True
-        self._rest -= self._live.slots[index].num_bytes
         self._moved.notify_all()

@@ -34,12 +34,14 @@ from everstep.naming import Inventory
 from everstep.store.bases import Slot
 from everstep.store.pools import Pools
 from everstep.tune.picture import Row, Seen, draw
-from everstep.tune.schedule import Ground, Piece, Schedule, drifted, explain, plan
+from everstep.tune.schedule import GRAIN_BYTES, Ground, Piece, Schedule, drifted, explain, plan
 
 MAX_OVERHEAD = 0.05
 """What snapshots may take from training where the interval is ours to choose."""
 MEASURED_AFTER = 3
 """Snapshots, before their cost is believed."""
+PLAN_EVERY_S = 1.0
+"""Even if nothing has changed much: what must be copied is a small difference of large numbers."""
 _TRIES = 3
 """So often a state is stored that must be: what it says may not fit into the pool, or it may be edited on its way."""
 _COPY_BANDWIDTH = 2e9
@@ -130,6 +132,7 @@ class States:
         self._means = _Averages()
         self._schedule: Schedule | None = None
         self._ground: Ground | None = None
+        self._planned_at = 0.0
         self._copied_bytes = 0
         self.last_trace: tuple[float, list[Event]] = (0.0, [])
         """Of the last state that was stored: when it was committed, and how it left."""
@@ -307,8 +310,15 @@ class States:
         return Leaving(
             live, self._room, pace=self._settings.pace, copy_first=self._settings.copy_first,
             copy_at=self._copy_at if self._settings.staged else None, is_ready=is_ready,
-            give_way=self._gives_way if self.layers else None,
+            give_way=self._gives_way if self.layers else None, max_copied=self._max_copied(),
         )  # fmt: skip
+
+    def _max_copied(self) -> int | None:
+        """Where training must wait for the way out whatever is copied, no more is than keeps that busy."""
+        schedule = self._schedule
+        if self._settings.interval is None or self._settings.copy_first or schedule is None or not schedule.stall_s:
+            return None
+        return schedule.peak_bytes + GRAIN_BYTES
 
     def _begun(self, job: Job) -> None:
         """This is the state on its way now."""
@@ -486,8 +496,9 @@ class States:
             copy_bandwidth=self._means.get("copy_bandwidth", _COPY_BANDWIDTH),
             memory_bytes=self._memory_bytes(job.live),
         )
-        if self._ground is None or drifted(self._ground, ground):
-            self._ground = ground
+        now = time.perf_counter()
+        if self._ground is None or drifted(self._ground, ground) or now - self._planned_at > PLAN_EVERY_S:
+            self._ground, self._planned_at = ground, now
             deadline = max(min(self._means.get("quiet_s"), ground.step_s), 1e-6)
             pieces = [Piece(slot.key, slot.num_bytes, 0.0, deadline) for slot in job.live.slots]
             self._schedule = plan(pieces, ground, interval=self._settings.interval, max_overhead=MAX_OVERHEAD)
