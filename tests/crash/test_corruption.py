@@ -180,7 +180,7 @@ def damages(draw: st.DrawFn, run: Finished) -> Case:
 
     for _ in range(count):
         kind = draw(st.sampled_from([*KINDS, KINDS[0], KINDS[0]]))
-        among = [n for n in names if kind in n]
+        among = [n for n in names if kind in n] or names
         name = draw(st.sampled_from(among))
         now = changed.get(name, run.files[name])
         how = draw(st.sampled_from(["within"] * 6 + ["delete", "swap", "copy"]))
