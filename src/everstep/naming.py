@@ -112,9 +112,9 @@ class Inventory:
         return {atom.uid: atom.label() for atom in self.layout.atoms}
 
     def params(self) -> dict[int, torch.Tensor]:
-        """The live parameters."""
+        """The live parameters; in a part, those that it has."""
         roles = {a.uid: a.role for a in self.layout.atoms}
-        return {uid: t for uid, t in self.live.items() if roles[uid] == "param"}
+        return {uid: t for uid, t in self.live.items() if roles.get(uid) == "param"}
 
     def part(self, uids: Set[int], rank: int, world_size: int, aliases: Mapping[int, tuple[str, ...]]) -> Inventory:
         """What this rank stores of it, these atoms, as a layout that says which boxes they are.
