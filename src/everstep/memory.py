@@ -10,7 +10,6 @@ import contextlib
 import ctypes
 import mmap
 import sys
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -163,26 +162,6 @@ class Scratch:
         part = self._memory[self._used : self._used + size]
         self._used += size
         return part
-
-
-_MEMORY_BYTES = 16 << 20
-
-
-class Memory:
-    """New tensors that share huge pages: one by one they would cost a fault for each small page. It goes with the last."""
-
-    def __init__(self) -> None:
-        self._left: Bytes = np.empty(0, np.uint8)
-
-    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        num_bytes = prod(shape) * dtype.itemsize
-        size = -(-num_bytes // ALIGNMENT) * ALIGNMENT
-        if size >= _MEMORY_BYTES:
-            return typed(new_pages(num_bytes), dtype).view(shape)
-        if size > len(self._left):
-            self._left = new_pages(_MEMORY_BYTES)
-        part, self._left = self._left[:num_bytes], self._left[size:]
-        return typed(part, dtype).view(shape)
 
 
 def strides_of(tensor: torch.Tensor) -> tuple[int, ...] | None:

@@ -75,4 +75,4 @@ def test_a_part_of_a_state_is_restored_with_little_more_memory_than_it_has_itsel
     told = subprocess.run([sys.executable, "-c", READ, *arguments], capture_output=True, text=True, check=True).stdout
     num_tensors, used = json.loads(told)
     assert num_tensors == LAYERS
-    assert state_bytes / NUM_READERS <= used <= state_bytes / NUM_READERS + 2 * BATCH_BYTES + ELSE_BYTES < state_bytes
+    assert state_bytes / NUM_READERS <= used <= state_bytes / NUM_READERS + BATCH_BYTES + ELSE_BYTES < state_bytes

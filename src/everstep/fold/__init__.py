@@ -98,8 +98,6 @@ class Folder:
     def _fold_tiled(self, state: State, frames: Sequence[FrameData]) -> None:
         """All of `frames` hold only updates, tensors, groups and carried gradients."""
         plan = TilePlan(state, frames, LARGE_UNIT_ELEMENTS if self._num_workers == 1 else UNIT_ELEMENTS)
-        uncut = {tile.uid for tiles in plan.whole.values() for tile in tiles}
-        state.need_only({uid: ranges for uid, ranges in state.needed.items() if uid not in uncut})
         for name, tiles in plan.whole.items():
             state.need_all()
             with _threads(self._num_threads):

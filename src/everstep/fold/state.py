@@ -32,10 +32,6 @@ class Loading(Protocol):
     Parts are elements [start, stop); all of a tensor if not told.
     """
 
-    def need_only(self, needed: Mapping[int, Ranges]) -> None:
-        """By parameter: the elements of it, and of what is cut with it, that will be needed. Others may stay as they are."""
-        ...
-
     def begin(self, tensor: torch.Tensor, start: int = 0, stop: int | None = None) -> None:
         """Ask for what will be needed soon. Any thread."""
         ...
@@ -84,12 +80,6 @@ class State:
         """Return when this part of a tensor of the state has its values. Any thread."""
         if self.loading is not None:
             self.loading.need(tensor, start, stop)
-
-    def need_only(self, needed: Mapping[int, Ranges]) -> None:
-        """Nobody will need any elements of these parameters but these."""
-        self.needed = needed
-        if self.loading is not None:
-            self.loading.need_only(needed)
 
     def need_all(self) -> None:
         """Return when all have theirs: all that is needed."""

@@ -15,7 +15,7 @@ import torch
 
 from everstep.atoms import PIECE_ELEMENTS
 from everstep.errors import CorruptionError, StorageError
-from everstep.fold import Ranges, State
+from everstep.fold import State
 from everstep.format.documents import Manifest, StoredTensor
 from everstep.memory import Bytes, dtype_name, dtype_named, new_pages, plain, typed, view_bytes, with_strides
 from everstep.store.bases import Slot, piece_sum, piece_sums
@@ -266,9 +266,6 @@ class Copying:
         step = PIECE_ELEMENTS * dtype_named(stored.dtype).itemsize
         for piece, start in enumerate(range(0, max(len(place), 1), step)):
             self._runs.append((stored.offset + start, place[start : start + step], [(index, piece)]))
-
-    def need_only(self, needed: Mapping[int, Ranges]) -> None:
-        """All of it comes."""
 
     def begin(self, tensor: torch.Tensor, start: int = 0, stop: int | None = None) -> None:
         """All comes at once."""

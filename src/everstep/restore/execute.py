@@ -141,8 +141,6 @@ def _execute(
             state.needed = _needed(state, only, frames[-1].footer if frames else None)
         for folder, row in rows:
             folder.fold(state, row)
-        if not rows:
-            state.need_only(state.needed)
         state.need_all()
         if frames:
             state.cursor = frames[-1].cursor()
@@ -284,9 +282,6 @@ class _Loading:
             for each in (tensor, *(v for o in state.optimizers.values() for v in o.state.get(uid, {}).values())):
                 if isinstance(each, torch.Tensor) and each.shape == tensor.shape and id(each) in index_of:
                     self._uid_of[index_of[id(each)]] = uid
-
-    def need_only(self, needed: Mapping[int, Ranges]) -> None:
-        self._loading.want_only({i: needed[uid] for i, uid in self._uid_of.items() if uid in needed})
 
     def begin(self, tensor: torch.Tensor, start: int = 0, stop: int | None = None) -> None:
         index = self._index_of.get(id(tensor))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -24,7 +23,7 @@ from everstep.errors import CorruptionError, MismatchError, NothingToRestoreErro
 from everstep.fold import Live, OptimizerState, Ranges, State
 from everstep.format.documents import GenerationDocument
 from everstep.frame import SetLayout
-from everstep.memory import Memory, dtype_named, same_bits
+from everstep.memory import dtype_named, same_bits
 from everstep.naming import Inventory
 from everstep.restore.apply import same_packed
 from everstep.restore.execute import Restored, layout_finder, open_frames, restore
@@ -34,8 +33,7 @@ from everstep.restore.reshard import Reader, Reading, plan_atom
 from everstep.store.runs import Listing, RunPath, read_listing
 
 BATCH_BYTES = 256 << 20
-"""So much of the source's state (or one atom, if that is more) is restored at a time where it must be cut; while it is cut,
-the next is restored."""
+"""So much of the source's state (or one atom, if that is more) is in memory at a time where it must be cut."""
 
 
 @dataclass
@@ -254,23 +252,17 @@ def fetch(
     proven, fingerprint = True, {}
     unproven: list[str] = []
     whole: list[Set[int]] = []
-    joining: Future[None] | None = None
-    with ThreadPoolExecutor(1, "everstep-join") as pool:  # one part is joined while the next is read and replayed
-        for r, batch, complete in joiner.batches(near):
-            only = {uid: joiner.ranges(uid, r) for uid in batch}
-            part = source.part(r, only, live, shared=world_size > 1 and joiner.is_cut(batch))
-            proven = proven and part.proven
-            fingerprint = part.fingerprint
-            unproven += part.unproven
-            whole.append(part.whole_steps)
-            if r == near:
-                joiner.state.cursor = part.state.cursor
-            if joining is not None:
-                joining.result()
-            joining = pool.submit(joiner.add, r, part.state, complete)
-            del part
-        if joining is not None:
-            joining.result()
+    for r, batch in joiner.batches(near):
+        only = {uid: joiner.ranges(uid, r) for uid in batch}
+        part = source.part(r, only, live, shared=world_size > 1 and joiner.is_cut(batch))
+        joiner.add(r, part.state)
+        proven = proven and part.proven
+        fingerprint = part.fingerprint
+        unproven += part.unproven
+        whole.append(part.whole_steps)
+        if r == near:
+            joiner.state.cursor = part.state.cursor
+        del part  # before the next one is restored
     return Restored(joiner.finish(), None, proven, fingerprint, unproven, frozenset.intersection(*map(frozenset, whole)))
 
 
@@ -302,23 +294,23 @@ class _Joiner:
             )
         unread = {uid for uid, reading in self._readings.items() if not reading.cuts}
         self.state = State(source.step, part_of_layout(source.layout, known.keys() - unread), {}, {})
-        # Each in memory of their own: whoever keeps only the ones does not hold the others.
-        self._params, self._states = Memory(), Memory()
         self._is_cut = False
 
-    def batches(self, first: int) -> Iterator[tuple[int, Set[int], Set[int]]]:
-        """(Rank, what is needed of it, what of the averaged is complete with it): at least one of the `first` rank.
+    def batches(self, first: int) -> Iterator[tuple[int, Set[int]]]:
+        """Ranks, and what is needed of each, in portions where memory is not taken over. At least one of the `first` rank.
 
-        In portions where memory is not taken over. Those of what is averaged come from all their ranks one after the other.
+        Portions of what is averaged are read from all their ranks one after the other, and settled before the next.
         """
         alone = [uid for uid, reading in self._readings.items() if not reading.is_mean]
         for r in sorted(range(self._source.world_size), key=lambda r: (r != first, r)):
             batches = list(self._portions(uid for uid in alone if r in self._readings[uid].cuts))
-            yield from ((r, batch, set()) for batch in (batches or [set()] if r == first else batches))
+            yield from ((r, batch) for batch in (batches or [set()] if r == first else batches))
         for batch in self._portions(uid for uid, reading in self._readings.items() if reading.is_mean):
-            ranks = sorted({r for uid in batch for r in self._readings[uid].cuts})
-            for r in ranks:
-                yield r, {uid for uid in batch if r in self._readings[uid].cuts}, batch if r == ranks[-1] else set()
+            for r in range(self._source.world_size):
+                of_rank = {uid for uid in batch if r in self._readings[uid].cuts}
+                if of_rank:
+                    yield r, of_rank
+            self._settle(batch)
 
     def is_cut(self, batch: Iterable[int]) -> bool:
         """Whether others are likely to want other parts of what these atoms are cut from."""
@@ -362,20 +354,19 @@ class _Joiner:
         sums = 8 * prod(reading.size) if reading.is_mean else 0
         return 4 * (source * dtype_named(self._source.atoms[uid].dtype).itemsize + sums)
 
-    def add(self, rank: int, part: State, complete: Set[int]) -> None:
-        """What one rank had, restored; sums of these are complete with it.
+    def add(self, rank: int, part: State) -> None:
+        """What one rank had, restored.
 
         What is wanted as it is, is taken over; not from among what is cut, whose memory it would keep.
         """
         self._is_cut = self.is_cut(part.tensors)
         for uid, tensor in part.tensors.items():
-            self.state.tensors[uid] = self._put(uid, self.state.tensors.get(uid), tensor, rank, self._params)
+            self.state.tensors[uid] = self._put(uid, self.state.tensors.get(uid), tensor, rank)
             if uid in part.carried:
-                self.state.carried[uid] = self._put(uid, self.state.carried.get(uid), part.carried[uid], rank, self._params)
+                self.state.carried[uid] = self._put(uid, self.state.carried.get(uid), part.carried[uid], rank)
         self.state.lost |= part.lost
         for name, optimizer in part.optimizers.items():
             self._add_optimizer(name, optimizer, part, rank)
-        self._settle(complete)
 
     def _add_optimizer(self, name: str, theirs: OptimizerState, part: State, rank: int) -> None:
         ours = self.state.optimizers.get(name)
@@ -420,7 +411,7 @@ class _Joiner:
         out = dict(before)
         for key, value in values.items():
             if isinstance(value, torch.Tensor) and value.dim() and value.shape == param.shape:
-                out[key] = self._put(uid, out.get(key), value, rank, self._states)
+                out[key] = self._put(uid, out.get(key), value, rank)
             elif isinstance(value, torch.Tensor) and value.numel() > 1:
                 raise MismatchError(
                     f"{self._source.atoms[uid].label()}: its optimizer state {key!r}, {tuple(value.shape)}, "
@@ -435,7 +426,7 @@ class _Joiner:
                 out[key] = self._taken(value)
         return out
 
-    def _put(self, uid: int, into: Any, tensor: torch.Tensor, rank: int, memory: Memory) -> Any:
+    def _put(self, uid: int, into: Any, tensor: torch.Tensor, rank: int) -> Any:
         reading = self._readings[uid]
         if reading.as_it_is:
             return self._taken(tensor)
@@ -446,7 +437,8 @@ class _Joiner:
                 into.total[slices(cut.target)] += tensor[slices(cut.source)]
             return into
         if into is None:
-            into = memory.zeros(reading.size, tensor.dtype)
+            full = sum(cut.target.numel for cuts in reading.cuts.values() for cut in cuts) == prod(reading.size)
+            into = (torch.empty if full else torch.zeros)(reading.size, dtype=tensor.dtype)
         for cut in reading.cuts[rank]:
             into[slices(cut.target)] = tensor[slices(cut.source)]
         return into

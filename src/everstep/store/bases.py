@@ -267,10 +267,7 @@ def cursor_of(manifest: Manifest) -> bytes:
 
 
 class _Chunk:
-    """Blocks of the file and their place in memory. Each is read once: memory may be changed as soon as it is filled.
-
-    (With a SharedReader they stay where it has them, and whoever needs them copies what he needs.)
-    """
+    """Blocks of the file and their place in memory. Each is read once: memory may be changed as soon as it is filled."""
 
     def __init__(self, reader: files.Reader, offset: int, memory: Bytes) -> None:
         self._reader = reader
@@ -289,7 +286,9 @@ class _Chunk:
             self._begin()
             under_way, self._under_way = self._under_way, None
             if under_way is not None:
-                under_way()  # if it fails, whoever comes next begins anew
+                data = under_way()  # if it fails, whoever comes next begins anew
+                if len(data) and data.ctypes.data != self._memory.ctypes.data:  # a SharedReader's
+                    np.copyto(self._memory[: len(data)], data)
                 self._is_read = True
 
     def _begin(self) -> None:
@@ -318,7 +317,6 @@ class Loading:
         self._locks = [threading.Lock() for _ in self._stored]
         self._is_ready = [[False] * len(t.sums) for t in self._stored]
         """By tensor: each of its pieces."""
-        self._wanted: Mapping[int, Sequence[tuple[int, int]]] = {}
         order = sorted(range(len(self._stored)), key=lambda i: (self._stored[i].rank, self._stored[i].offset))
         # Parameters and optimizer state in memory of their own: whoever keeps only the ones does not hold the others.
         for _, group in itertools.groupby(order, self._kind):
@@ -345,10 +343,6 @@ class Loading:
             stop = start + self._stored[i].num_bytes
             self._bytes[i] = memory[start:stop]
             self._chunks[i] = start, chunks
-
-    def want_only(self, wanted: Mapping[int, Sequence[tuple[int, int]]]) -> None:
-        """Of these tensors nobody will need any elements but these from now on; others may be left without values."""
-        self._wanted = wanted
 
     def begin(self, index: int, start: int = 0, stop: int | None = None) -> None:
         """Ask for a part that will be needed soon."""
@@ -381,19 +375,12 @@ class Loading:
         return chunks[(first + start * size) // _CHUNK_BYTES : -(-end // _CHUNK_BYTES)]
 
     def _settle(self, index: int, piece: int) -> None:
-        stored, raw, size = self._stored[index], self._bytes[index], self.tensors[index].element_size()
-        first, step = piece * PIECE_ELEMENTS * size, PIECE_ELEMENTS * size
-        memory = raw[first : first + step]
-        found = self._readers[stored.rank].view(stored.offset + first, len(memory))
-        data = memory if found is None else found
-        if piece_sum(data, stored.uid, piece * PIECE_ELEMENTS) != stored.sums[piece]:
+        stored, raw, step = self._stored[index], self._bytes[index], PIECE_ELEMENTS * self.tensors[index].element_size()
+        part = slice(piece * step, (piece + 1) * step)
+        if piece_sum(raw[part], stored.uid, piece * PIECE_ELEMENTS) != stored.sums[piece]:
             raise self._damaged(stored)
-        if found is None and is_aligned(raw):
-            return  # it was read into its place
-        into = view_bytes(self.tensors[index])[first : first + step]
-        for start, stop in self._wanted.get(index, ((0, len(raw)),)):
-            part = slice(max(start * size - first, 0), max(min(stop * size - first, len(data)), 0))
-            np.copyto(into[part], data[part])
+        if not is_aligned(raw):
+            view_bytes(self.tensors[index])[part] = raw[part]
 
     def need_all(self, num_workers: int, wanted: Mapping[int, Sequence[tuple[int, int | None]]]) -> None:
         """Return when these parts of these tensors have been."""

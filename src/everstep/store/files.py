@@ -592,10 +592,6 @@ class Reader:
 
         return get
 
-    def view(self, offset: int, num_bytes: int) -> Bytes | None:
-        """Bytes that need not be copied anywhere; None if there are no such."""
-        return None
-
     def drop_cache(self, offset: int, num_bytes: int) -> None:
         """Tell the system that these bytes are not needed again soon."""
         with contextlib.suppress(OSError):
@@ -647,10 +643,6 @@ class SharedReader(Reader):
             return super().begin_direct(buffer, offset, num_bytes)
         # By a thread that waits for the disk: asked to read without being waited for, the system does so in small pages.
         return self._ahead.submit(self.read_direct, buffer, offset, num_bytes).result
-
-    def view(self, offset: int, num_bytes: int) -> Bytes | None:
-        """Bytes that were read before, where they are; None if the file is not mapped."""
-        return self._mapped[offset : offset + num_bytes] if offset + num_bytes <= len(self._mapped) else None
 
     def _populate(self, offset: int, num_bytes: int) -> int:
         """What the system answers: 0 or an error's number. Other threads run meanwhile (mmap.madvise does not let them)."""
