@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path[:0] = [str(Path(__file__).parents[1] / other) for other in ("exactness", "crash")]
+sys.path[:0] = [str(Path(__file__).parents[1] / other) for other in ("exactness", "crash", "ranks")]
 
 
 @pytest.fixture
