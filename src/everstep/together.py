@@ -84,7 +84,8 @@ class Together:
             joint = joint_of(self.path)
             self.say(f"everstep: restoring step {at} of {self.path.path} …")
             if not self._restore_all(Source(joint.find(at), at), full, held, restored, may_set_back=step == "latest"):
-                at, source = ranks.first("choose an older step", lambda: self._choose_step(step, [], holding, []))
+                name = f"choose an older step than {at}"  # ranks meet once under each name
+                at, source = ranks.first(name, lambda: self._choose_step(step, [], holding, []))
         if joint is not None and restored and source == "disk" and step == "latest" and at is not None and not ranks.rank:
             warn_if_set_back(self.path, joint.find(at), at)
         return Found(at, source == "memory", joint, restored[0] if restored else None)
@@ -103,7 +104,7 @@ class Together:
                 return str(e)
             return ""
 
-        failed = [said for said in self.ranks.all("restore", take) if said]
+        failed = [said for said in self.ranks.all(f"restore step {source.step}", take) if said]
         if not failed:
             return True
         restored.clear()

@@ -10,7 +10,20 @@ from pathlib import Path
 
 import pytest
 
-sys.path[:0] = [str(Path(__file__).parents[1] / other) for other in ("exactness", "crash")]
+sys.path[:0] = [str(Path(__file__).parents[1] / other) for other in ("exactness", "crash", "ranks")]
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """In memory: thousands of commits do not wait for a disk that others use, too."""
+    folder = Path(tempfile.mkdtemp(prefix="es-run-", dir="/dev/shm"))
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def disk(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("disk")
 
 
 @pytest.fixture

@@ -209,7 +209,7 @@ def test_every_state_that_a_kill_leaves_is_of_one_step(name: str, options: dict[
 @pytest.mark.parametrize("hidden", [False, True], ids=["", "hidden"])
 @pytest.mark.parametrize(("name", "options"), CASES, ids=[name for name, _ in CASES])
 def test_thousands_of_states_that_kills_leave_are_of_one_step_each(
-    name: str, options: dict[str, Any], hidden: bool, tmp_path: Path, shm: Path
+    name: str, options: dict[str, Any], hidden: bool, disk: Path, shm: Path
 ) -> None:
     options = {k: str(shm) if v == "shm" else v for k, v in options.items()}
-    assert hunt(tmp_path / "run", 150, 11 + hidden, hidden, **options) > 300
+    assert hunt(disk / "run", 150, 11 + hidden, hidden, **options) > 300

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from everstep import cursor as cursors
 from everstep.errors import AuditError, CorruptionError, EverstepError, UsageError
 from everstep.fold import Folder
+from everstep.format.documents import Manifest
 from everstep.frame import SetLayout
 from everstep.layout import Pattern
 from everstep.naming import Declared, Rename, named, take_inventory
@@ -30,7 +31,7 @@ from everstep.restore.execute import (
     open_frames,
     warn_if_unproven,
 )
-from everstep.restore.join import Joint, Source, fetch, joint_of, order_like, set_back, warn_if_set_back
+from everstep.restore.join import Joint, Source, fetch, joint_of, order_like, set_back, still_has, warn_if_set_back
 from everstep.restore.plan import Line, Plan, describe_steps
 from everstep.restore.replicas import drifted
 from everstep.store.bases import check_base
@@ -154,6 +155,8 @@ class History:
             try:
                 return take(source)
             except CorruptionError as e:
+                if not all(still_has(line, source.step) for line in source.era.lines if source.step in line.bases):
+                    continue  # it was overwritten: there are newer ones
                 if step != "latest" or not set_back(self._path, source.era, source.step, e):
                     raise
 
@@ -186,7 +189,7 @@ class History:
         for step, (manifest, folder) in sorted(line.bases.items()):
             report.num_bases += 1
             report.num_bytes += manifest.num_bytes
-            _checked(report, lambda m=manifest, f=folder: check_base(f, m))  # type: ignore[misc]
+            _checked(report, lambda m=manifest, f=folder: _verify_base(line, m, f))  # type: ignore[misc]
             if manifest.step != step:
                 report.problems.append(f"{folder} says that it is step {manifest.step}")
         entries = [line.frames[n] for n in sorted(line.frames)]
@@ -225,6 +228,14 @@ def _checked(report: Report, work: Callable[[], None]) -> None:
         work()
     except (CorruptionError, AuditError) as e:
         report.problems.append(str(e))
+
+
+def _verify_base(line: Line, manifest: Manifest, folder: str) -> None:
+    try:
+        check_base(folder, manifest)
+    except CorruptionError:
+        if still_has(line, manifest.step):
+            raise
 
 
 def _verify_frame(line: Line, entry: Any) -> None:

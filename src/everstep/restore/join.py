@@ -30,6 +30,7 @@ from everstep.restore.execute import Restored, layout_finder, open_frames, resto
 from everstep.restore.parts import part_of_layout
 from everstep.restore.plan import Line, describe_steps, line_of, line_to
 from everstep.restore.reshard import Reader, Reading, plan_atom
+from everstep.store.pools import read_pools
 from everstep.store.runs import Listing, RunPath, read_listing
 
 BATCH_BYTES = 256 << 20
@@ -133,6 +134,16 @@ def _era(path: RunPath, first: Line, high: int | None) -> Era:
     for rank in range(1, first.newest.world_size):
         lines.append(line_to(read_listing(path.part(rank)), first.newest.generation))
     return Era(lines, high)
+
+
+def still_has(line: Line, step: int) -> bool:
+    """Whether a base is still there; a slot of a pool that is being written may have been overwritten meanwhile."""
+    manifest, folder = line.bases[step]
+    if not manifest.in_pool:
+        return True
+    listing = line.listing
+    slots, _ = read_pools(folder, listing.run.run, listing.path.rank)
+    return any((m.generation, m.step) == (manifest.generation, step) for m in slots)
 
 
 def set_back(path: RunPath, era: Era, step: int, error: CorruptionError) -> bool:
