@@ -20,7 +20,7 @@ def settings(tmp_path, **changes):
 def test_ways_are_compared_in_one_process_and_nothing_is_left_behind(tmp_path, monkeypatch):
     monkeypatch.setitem(Layerwise.__init__.__kwdefaults__, "batch_bytes", 1)
     before = {t.name for t in threading.enumerate()}
-    found = layers.measure(settings(tmp_path))
+    found = layers.measure(settings(tmp_path, num_rounds=1, block_steps=2))
     assert found["bit_equal_to_training_without"] is True
     assert list(found["ways"]) == ["without", "snapshots", "layerwise"]
     assert found["giving_way_to_not"] is None and found["max_bandwidth"] is None
@@ -32,6 +32,7 @@ def test_ways_are_compared_in_one_process_and_nothing_is_left_behind(tmp_path, m
     assert {t.name for t in threading.enumerate()} <= before
 
 
+@pytest.mark.long
 def test_on_a_slow_way_out_some_of_a_state_is_copied(tmp_path, monkeypatch):
     monkeypatch.setattr(layers, "LINK_SHARE", 3.0)
     found = layers.measure(settings(tmp_path, slow=True, num_rounds=1, block_steps=2))
