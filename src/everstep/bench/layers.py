@@ -45,6 +45,7 @@ BLOCK_S = 4.0
 """A block is so long unless told otherwise."""
 WARM_STEPS = 8
 """More than layer-wise updates take to learn."""
+CALIBRATED_STEPS = 7
 LINK_SHARE = 0.95
 """Of a step, that a state takes on the slow way out."""
 BUCKET_MB = 4
@@ -338,11 +339,14 @@ class _Bench:
         s = self._settings
         way = _Way(WITHOUT, s)
         way.train(2)
-        _together()
-        begun = time.perf_counter()
-        way.train(4)
-        _together()
-        self._step_s = max(_of_all((time.perf_counter() - begun) / 4))
+        seconds = []
+        for _ in range(CALIBRATED_STEPS):
+            _together()
+            begun = time.perf_counter()
+            way.train(1)
+            _together()
+            seconds.append(time.perf_counter() - begun)
+        self._step_s = max(_of_all(statistics.median_interval(seconds).median))
         self._block_steps = s.block_steps or max(4, round(BLOCK_S / self._step_s))
         self._num_parameters = sum(p.numel() for p in way.model.parameters())
         state_bytes = 12 * self._num_parameters / s.num_ranks  # each rank stores its part
