@@ -43,6 +43,18 @@ def test_frames_are_told_by_how_gradients_are_compressed(options, tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize("options", [["--json"], pytest.param(["--ranks", "2"], marks=pytest.mark.long)])
+def test_layers_are_told_with_and_without(options, tmp_path):
+    done = runner.invoke(
+        app, ["bench", "layers", "--quick", "--no-slow", "--dir", str(tmp_path), *options], env={"COLUMNS": "200"}
+    )
+    assert done.exit_code == 0, done.output
+    for word in ("without", "snapshots", "layerwise"):
+        assert word in done.stdout
+    assert ("not giving way" in done.stdout) == ("--ranks" in options)
+    assert os.listdir(tmp_path) == []
+
+
 def test_restore_prints_one_json_document(tmp_path):
     done = runner.invoke(app, ["bench", "restore", "--quick", "--json", "--no-peers", "--dir", str(tmp_path)])
     assert done.exit_code == 0, done.output

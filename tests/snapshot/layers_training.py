@@ -13,6 +13,7 @@ import random
 import signal
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
@@ -32,10 +33,11 @@ from everstep.capture.layerwise import Layerwise
 from everstep.capture.states import States
 
 RANKS = 2
-STEPS = 60
 WIDTH = 120
 BUCKET_MB = 0.05
 """One layer's weight in each."""
+Kill = tuple[int, float]
+"""So many seconds after so many steps."""
 
 
 def build(rank: int) -> tuple[Any, torch.optim.Optimizer]:
@@ -65,17 +67,17 @@ def digest(ddp: Any, optimizer: torch.optim.Optimizer, rank: int) -> str:
     return found.hexdigest()
 
 
-def plain(rank: int, folder: Path) -> None:
+def plain(rank: int, folder: Path, num_steps: int) -> None:
     """What each step is without Everstep."""
     ddp, optimizer = build(rank)
     digests = [digest(ddp, optimizer, rank)]
-    for step in range(STEPS):
+    for step in range(num_steps):
         train(ddp, optimizer, step, rank)
         digests.append(digest(ddp, optimizer, rank))
     (folder / f"truth-{rank}.json").write_text(json.dumps(digests))
 
 
-def go_on(rank: int, folder: Path, name: str, options: dict[str, Any], kill_after_s: float | None) -> None:
+def go_on(rank: int, folder: Path, name: str, num_steps: int, options: dict[str, Any], kill: Kill | None) -> None:
     """Resume, and train until killed, or to the end."""
     ddp, optimizer = build(rank)
     ddp.register_comm_hook(None, everstep.early_hook())
@@ -84,18 +86,18 @@ def go_on(rank: int, folder: Path, name: str, options: dict[str, Any], kill_afte
     )
     report: dict[str, Any] = {"resumed": run.resume(), "digest": digest(ddp, optimizer, rank)}
     (folder / f"{name}-{rank}.json").write_text(json.dumps(report))
-    if kill_after_s is not None:
-        threading.Timer(kill_after_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
     try:
-        while run.step < STEPS:
-            train(ddp, optimizer, run.step, rank)
+        for step in range(run.step, num_steps):
+            if kill is not None and step == report["resumed"] + kill[0]:
+                threading.Timer(kill[1], os.kill, (os.getpid(), signal.SIGKILL)).start()
+            train(ddp, optimizer, step, rank)
             run.commit()
     except RuntimeError:
-        if kill_after_s is None:
+        if kill is None:
             raise
-        # The other rank is dead. This one has some time left.
-    while kill_after_s is not None:
-        signal.pause()
+        time.sleep(kill[1])  # the other rank is dead, and this one has some time left
+    if kill is not None:
+        os.kill(os.getpid(), signal.SIGKILL)
     states = run._capture
     assert isinstance(states, States)
     report |= {
@@ -129,15 +131,15 @@ def ranks(folder: Path, name: str, work: Callable[[int], None]) -> list[int]:
 def main(folder: Path, num_kills: int, seed: int) -> None:
     warnings.simplefilter("ignore")  # torch's own
     Layerwise.__init__.__kwdefaults__["batch_bytes"] = 1  # so that this small model is updated in backward many times
-    rng = random.Random(seed)
-    assert ranks(folder, "plain", lambda rank: plain(rank, folder)) == [0] * RANKS
+    rng, num_steps = random.Random(seed), 20 + 8 * num_kills
+    assert ranks(folder, "plain", lambda rank: plain(rank, folder, num_steps)) == [0] * RANKS
     truth = [json.loads((folder / f"truth-{rank}.json").read_text()) for rank in range(RANKS)]
     reports = []
     for i in range(num_kills + 1):
         is_last = i == num_kills
         name, options = f"life-{i}", {"pool_mode": rng.choice([None, "direct", "staged"])}
-        after = [None if is_last else 0.02 + 0.4 * rng.random() for _ in range(RANKS)]
-        ended = ranks(folder, name, lambda rank: go_on(rank, folder, name, options, after[rank]))  # noqa: B023
+        kills = [None if is_last else (rng.randrange(9), 0.05 * rng.random()) for _ in range(RANKS)]
+        ended = ranks(folder, name, lambda rank: go_on(rank, folder, name, num_steps, options, kills[rank]))  # noqa: B023
         assert ended == [0 if is_last else signal.SIGKILL] * RANKS, f"{name}: {ended}"
         lives = [json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in range(RANKS)]
         reports.append({
@@ -145,7 +147,7 @@ def main(folder: Path, num_kills: int, seed: int) -> None:
             "is_right": [life["digest"] == truth[rank][life["resumed"]] for rank, life in enumerate(lives)],
         })  # fmt: skip
     print(json.dumps({
-        "lives": reports, "is_right": [life["end"] == truth[rank][STEPS] for rank, life in enumerate(lives)],
+        "lives": reports, "is_right": [life["end"] == truth[rank][num_steps] for rank, life in enumerate(lives)],
         "in_backward": [life["in_backward"] for life in lives], "early": [life["early"] for life in lives],
     }))  # fmt: skip
 

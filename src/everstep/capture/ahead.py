@@ -41,6 +41,7 @@ class Job:
         self.live = live
         self.leaving = leaving
         self.fields = fields
+        self.is_early = fields is None
         self.committed_at = time.perf_counter()
         self.done = threading.Event()
 

@@ -265,7 +265,8 @@ class Leaving:
             for index in set(range(len(live.tensors))).difference(ready):
                 old.tensors[index], self._settled[index] = live.tensors[index], live.settled[index]
                 self._versions[index] = live.tensors[index]._version
-            self._rest = sum(s.num_bytes for s, settled in zip(live.slots, self._settled, strict=True) if not settled)
+            unsettled = [i for i, settled in enumerate(self._settled) if not settled]
+            self._rest = sum(self._copied_from[i] - self._carried[i] for i in unsettled)
             self.first_look(turn)
             self._is_ready = [True] * len(live.tensors)
             self._is_whole = True

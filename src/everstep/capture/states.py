@@ -235,7 +235,6 @@ class States:
             self._ahead.drop()  # if it could not be described
         if job is None:
             return False
-        self.num_early += 1
         self._turn += 1
         self._begun(job)
         return True
@@ -440,6 +439,7 @@ class States:
             self.num_torn += job.leaving.torn
             return
         self.num_stored += 1
+        self.num_early += job.is_early
         self.stored_bytes += job.live.num_bytes
         self.early_bytes += job.leaving.early_bytes
         self.copied_bytes += job.leaving.copied_bytes

@@ -7,6 +7,7 @@ import itertools
 import os
 import tempfile
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -285,6 +286,37 @@ def schedule(
     _measured("schedule", measure, _show_schedule, folder=folder, json=json, markdown=markdown)
 
 
+@app.command("layers")
+def layers(
+    ranks: Annotated[int, typer.Option(min=1, max=2, help="Processes: 2 train a smaller model by DDP over gloo.")] = 1,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens a step, of each rank.")] = 1024,
+    rounds: Annotated[int, typer.Option(min=1, help="Of two blocks of each way to train.")] = 10,
+    block_steps: Annotated[
+        int | None, typer.Option(min=1, help="Steps a block; without it as many as take 4 s.", show_default=False)
+    ] = None,
+    pool: Annotated[str, typer.Option(help="A folder in memory.")] = "/dev/shm",
+    slow: Annotated[bool, typer.Option(help="Also with a way out that a state takes nearly a step for.")] = True,
+    quick: Quick = False,
+    folder: Folder = None,
+    json: Json = False,
+    markdown: Markdown = False,
+) -> None:
+    """What layer-wise updates, and giving way to reductions, bring to snapshots of every step in memory."""
+    from everstep.bench import layers as bench
+
+    work = bench.workload(ranks, tokens)
+    small: dict[str, Any] = {"workload": work, "num_rounds": rounds, "block_steps": block_steps}
+    if quick:
+        small = {"workload": work.quick(), "num_rounds": 2, "block_steps": 3}
+
+    def measure(place: str, told: Told) -> Found:
+        settings = bench.Settings(num_ranks=ranks, folder=place, pool=_folder(pool, "--pool"), **small)
+        ways_out = [False, True] if slow else [False]
+        return {"measurements": [bench.measure(replace(settings, slow=is_slow), told) for is_slow in ways_out]}
+
+    _measured("layers", measure, _show_layers, folder=folder, json=json, markdown=markdown)
+
+
 def _some(option: str, given: list[str] | None, known: Iterable[str]) -> list[str]:
     """Those that were named, in any case; without any, all."""
     by_name = {name.lower(): name for name in known}
@@ -381,6 +413,39 @@ def _show_schedule(found: Found) -> Shown:
         for regime, m in found["regimes"].items()
     ]  # fmt: skip
     yield Table(("regime", "way out", "planned as", "stall planned", "measured", "memory planned", "measured"), rows)
+
+
+def _show_layers(found: Found) -> Shown:
+    first = found["measurements"][0]
+    yield (
+        f"{first['num_parameters']:,} parameters, {first['num_ranks']} rank(s), {first['tokens']} tokens each, a step "
+        f"{first['step_s'] * 1e3:.1f} ms, a rank's state {megabytes(first['state_bytes'])}, {first['num_rounds']} rounds of "
+        f"two blocks of {first['block_steps']} steps, pool on {first['pool_file_system']}"
+    )
+    for m in found["measurements"]:
+        limit = m["max_bandwidth"]
+        yield "Way out: memory" if limit is None else f"Way out: {megabytes(limit)}/s (emulated)"
+        rows = [
+            (name, _interval(way["ratio"]), *(f"{1e3 * way[key]:.2f} ms" for key in _LAYER_TIMES),
+             *(f"{100 * way[key]:.0f} %" for key in _LAYER_SHARES))
+            for name, way in m["ways"].items()
+        ]  # fmt: skip
+        yield Table(
+            ("way", "overhead (95 %)", "stall", "left before", "gave way", "reducing", "in backward", "early", "copied"),
+            rows,
+        )
+        yield (
+            "(A step's stall, giving way and reductions; how long before the next update the state had left; shares: "
+            "updates made in backward, bytes that left before their commit, bytes that were copied first.)"
+        )
+        yield f"layerwise over snapshots: {_interval(m['layerwise_to_snapshots'])}"
+        if m["giving_way_to_not"] is not None:
+            yield f"giving way over not giving way: {_interval(m['giving_way_to_not'])}"
+        yield f"bit-equal to training without: {'yes' if m['bit_equal_to_training_without'] else 'NO'}"
+
+
+_LAYER_TIMES = ("stall_s_a_step", "left_before_update_s", "gave_way_s_a_step", "reducing_s_a_step")
+_LAYER_SHARES = ("in_backward_share", "early_share", "copied_share")
 
 
 def _least(saver: Found) -> str:
