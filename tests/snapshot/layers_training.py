@@ -37,7 +37,7 @@ WIDTH = 120
 BUCKET_MB = 0.05
 """One layer's weight in each."""
 Kill = tuple[int, float]
-"""So many seconds after so many steps."""
+"""So many seconds after so many steps are stored."""
 
 
 def build(rank: int) -> tuple[Any, torch.optim.Optimizer]:
@@ -87,9 +87,11 @@ def go_on(rank: int, folder: Path, name: str, num_steps: int, options: dict[str,
     report: dict[str, Any] = {"resumed": run.resume(), "digest": digest(ddp, optimizer, rank)}
     (folder / f"{name}-{rank}.json").write_text(json.dumps(report))
     try:
+        timer = None
         for step in range(run.step, num_steps):
-            if kill is not None and step == report["resumed"] + kill[0]:
-                threading.Timer(kill[1], os.kill, (os.getpid(), signal.SIGKILL)).start()
+            if kill is not None and timer is None and run.durable_step >= report["resumed"] + kill[0]:
+                timer = threading.Timer(kill[1], os.kill, (os.getpid(), signal.SIGKILL))
+                timer.start()
             train(ddp, optimizer, step, rank)
             run.commit()
     except RuntimeError:
@@ -138,7 +140,8 @@ def main(folder: Path, num_kills: int, seed: int) -> None:
     for i in range(num_kills + 1):
         is_last = i == num_kills
         name, options = f"life-{i}", {"pool_mode": rng.choice([None, "direct", "staged"])}
-        kills = [None if is_last else (rng.randrange(9), 0.05 * rng.random()) for _ in range(RANKS)]
+        first = 0 if i else 3  # a rank that has stored three steps has waited for the other to store one
+        kills = [None if is_last else (rng.randrange(first, 9), 0.05 * rng.random()) for _ in range(RANKS)]
         ended = ranks(folder, name, lambda rank: go_on(rank, folder, name, num_steps, options, kills[rank]))  # noqa: B023
         assert ended == [0 if is_last else signal.SIGKILL] * RANKS, f"{name}: {ended}"
         lives = [json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in range(RANKS)]
