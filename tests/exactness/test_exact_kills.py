@@ -117,7 +117,7 @@ def train_under_fire(
     with left_over:
         while True:
             # Another seed each time, so that nothing is right by chance; but a run without a base yet begins anew.
-            seed = SEED + 100 * generation if list(folder.glob("run/timelines/*/bases/*/manifest.json")) else SEED
+            seed = SEED + 100 * generation if list(folder.glob("run/timelines/*/bases/????????????/manifest.json")) else SEED
             arguments = [str(folder / "run"), str(journal.path), str(folder / "result"), json.dumps(case), str(seed)]
             seen = len(journal.read())
             share = (num_batches - seen_batches(journal)) / (num_kills - kills + 1)

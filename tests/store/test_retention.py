@@ -45,7 +45,7 @@ def train(path: Any, steps: int, **options: Any) -> Truth:
 
 
 def bases(path: Any) -> list[int]:
-    return sorted(int(p.parent.name) for p in Path(path).glob("timelines/*/bases/*/manifest.json"))
+    return sorted(int(p.parent.name) for p in Path(path).glob("timelines/*/bases/????????????/manifest.json"))
 
 
 def size(path: Any) -> int:
