@@ -156,7 +156,7 @@ def test_kills_at_any_moment(fsdp: bool, pool_mode: str | None, tmp_path: Path) 
                 signal.setitimer(signal.ITIMER_REAL, wait_s + 1e-4)
 
         job.start(2, prepare=alarm, pool_mode=pool_mode)
-        now = everstep.open(job.path).steps[-1]
+        now = max(everstep.open(job.path).steps, default=0)  # killed before all had their first base
         assert now >= last, "a step that all had is not lost"
         last = now
     assert check_whole(job.start(2, pool_mode=pool_mode), truth) == last
