@@ -298,7 +298,9 @@ def _add_limits(line: Line, span: Span, before: Span | None) -> None:
     line.horizon = max(line.horizon, timeline.kept.horizon)
     line.gaps += [(first, last if span.high is None else min(last, span.high)) for first, last in _gaps(line, span)]
     if span.in_memory:
-        line.gaps.append((span.low + 1, sys.maxsize if span.high is None else span.high))
+        # A state in a pool may be stored before the first base is: then that step is not missed either.
+        first = span.low if before is None else span.low + 1
+        line.gaps.append((first, sys.maxsize if span.high is None else span.high))
     begins = before is None and timeline.document.own_bases
     if begins:
         line.horizon = max(line.horizon, span.low)
