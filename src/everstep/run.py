@@ -877,8 +877,9 @@ class Run:
             os.chmod(folder, 0o700)  # others use this place, too
         medium = medium_for(folder, options.pool_mode)
         throttle = None if options.max_bandwidth is None else Throttle(options.max_bandwidth)
-        if medium is Synced and throttle is not None:  # it takes states in at once, and then writes them
-            medium = partial(Synced, pace=_pace(throttle))
+        pace = None if throttle is None else _pace(throttle)
+        if medium is Synced and pace is not None:  # it takes states in at once, and then writes them
+            medium, pace = partial(Synced, pace=pace), None
         pools = Pools(
             folder, run=self._document.run, rank=ranks.rank, generation=destination.generation, world_size=ranks.size,
             num_slots=self._num_slots(),
@@ -892,7 +893,7 @@ class Run:
                 interval=options.snapshot_interval or (None if ranks.size == 1 else 1), staged=options.pool_mode != "direct",
                 copy_first=options.pool_mode == "staged", memory_bytes=options.pool_memory,
                 max_bandwidth=options.max_bandwidth, layerwise=options.layerwise,
-                pace=None if throttle is None or isinstance(medium, partial) else _pace(throttle),
+                pace=pace,
             ),
             self._models,
         )  # fmt: skip
