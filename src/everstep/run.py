@@ -25,7 +25,8 @@ from everstep import rng
 from everstep.atoms import RESIDUALS
 from everstep.capture import buckets
 from everstep.capture import loader as loaders
-from everstep.capture.capture import Capture, Destination
+from everstep.capture.capture import Capture
+from everstep.capture.recorder import Destination
 from everstep.capture.snapshot import Snapshot
 from everstep.capture.states import Settings, States
 from everstep.capture.tap import NEVER_REPLAYED

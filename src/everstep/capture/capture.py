@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from everstep.capture.early import Early
 from everstep.capture.live import Described
 from everstep.capture.offload import Offload
 from everstep.capture.pending import Audit, Item, PendingCommit, PendingLayout, PendingState, PendingTensor
+from everstep.capture.recorder import Destination, Recorder
 from everstep.capture.sent import Ledger
 from everstep.capture.snapshot import Snapshot
 from everstep.capture.structure import Structure
@@ -34,22 +34,7 @@ COPY_AT_ONCE_BYTES = 64 << 20
 """A base up to this size is copied on the training thread: quicker than to find out that it was disturbed."""
 
 
-@dataclass(frozen=True)
-class Destination:
-    """Where bases of this generation go and what they say about themselves."""
-
-    run: str
-    timeline: int
-    generation: int
-    bases: str
-    direct: bool
-    fingerprint: dict[str, Any]
-    rank: int = 0
-    is_shared: bool = False
-    """Other ranks train with this one: steps are counted by updates alone, or the ranks would count differently."""
-
-
-class Capture:
+class Capture(Recorder):
     """The live objects of one generation, watched from its first step to its last."""
 
     def __init__(
@@ -60,9 +45,9 @@ class Capture:
     ) -> None:  # fmt: skip
         """`take` reads the live objects: what this rank stores of them. Residuals of gradient compression are in the frames
         of steps that are multiples of `residual_interval`."""
+        super().__init__(destination)
         self.step = step
         self._optimizers = dict(optimizers)
-        self._destination = destination
         self._log = log
         self._structure = Structure(take)
         inventory = self._inventory = self._structure.inventory
@@ -91,23 +76,8 @@ class Capture:
         self.wants_base = ""
         """Why the run should take a base at its next commit; empty: no reason."""
         self.hidden_edits = 0
-        self.thread_s = 0.0
-        self.stall_s = 0.0
-        self.step_s = 0.0
-        self.trained_s = 0.0
-        """Time of all steps, stalls included, pauses left out."""
-        self._stall_before_s = 0.0
-        self._last_commit = time.perf_counter()
         self._last_audit: Audit | None = None
         self._cursor: dict[str, Any] | None = None
-
-    @property
-    def generation(self) -> int:
-        return self._destination.generation
-
-    @property
-    def timeline(self) -> int:
-        return self._destination.timeline
 
     @property
     def layout(self) -> Layout:
@@ -197,12 +167,7 @@ class Capture:
         self.offload.commit(pending)
         self._last_audit = pending.audit
         self._watch.after_commit()
-        ended = time.perf_counter()
-        took, self._last_commit = ended - self._last_commit, ended
-        # A pause (validation, a debugger) is not a step.
-        self.step_s = took if self.step_s == 0.0 else 0.9 * self.step_s + 0.1 * min(took, 2 * self.step_s)
-        stalled, self._stall_before_s = self.stall_s - self._stall_before_s, self.stall_s
-        self.trained_s += stalled + min(max(took - stalled, 0.0), 2 * self.step_s)
+        self.count_time()
         if not self.offload.has_room():
             self.settle()
             self.stall_s += self.offload.wait_for_room()

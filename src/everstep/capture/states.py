@@ -23,10 +23,10 @@ from everstep import background
 from everstep import cursor as cursors
 from everstep.atoms import Layout
 from everstep.capture.ahead import Ahead, Job
-from everstep.capture.capture import Destination
 from everstep.capture.layerwise import Layerwise
 from everstep.capture.leaving import Event, Leaving, NoRoom, Room, Staging, Writer
 from everstep.capture.live import Described, Live, pack_hyper
+from everstep.capture.recorder import Destination, Recorder
 from everstep.capture.snapshot import Snapshot
 from everstep.errors import HiddenEditWarning, PoolFullError, StorageError
 from everstep.format.documents import Manifest, StoredOptimizer
@@ -82,7 +82,7 @@ class _Averages:
         return self.values.get(name, default)
 
 
-class States:
+class States(Recorder):
     """The live objects of one generation, whose states are stored as they are. The counterpart of capture.Capture."""
 
     def __init__(
@@ -90,10 +90,10 @@ class States:
         destination: Destination, write_layout: Callable[[Layout], None], settings: Settings,
         models: Mapping[str, nn.Module],
     ) -> None:  # fmt: skip
+        super().__init__(destination)
         self.step = step
         self._optimizers = dict(optimizers)
         self._pools = pools
-        self._destination = destination
         self._write_layout = write_layout
         self._settings = settings
         self._live = Live(take, optimizers, is_part=destination.is_shared)
@@ -126,9 +126,8 @@ class States:
         """The last step in the pool."""
         self.hidden_edits = 0
         self._hidden: list[int] = []
-        self.thread_s = self.stall_s = self.step_s = self.trained_s = 0.0
-        self._stall_before_s = self._stalled_s = 0.0
-        self._last_commit = self._committed_at = time.perf_counter()
+        self._stalled_s = 0.0
+        self._committed_at = time.perf_counter()
         self._means = _Averages()
         self._schedule: Schedule | None = None
         self._ground: Ground | None = None
@@ -152,14 +151,6 @@ class States:
         self._thread = background.start(self._run, "everstep-offload")
         if settings.layerwise:
             self._watch_layers(models)
-
-    @property
-    def generation(self) -> int:
-        return self._destination.generation
-
-    @property
-    def timeline(self) -> int:
-        return self._destination.timeline
 
     @property
     def layout(self) -> Layout:
@@ -253,7 +244,7 @@ class States:
         now, hyper = cursor(), self._live.hyper()  # may raise (an extra's state_dict): then everything stays pending
         self.step += 1
         self._hyper = hyper
-        self._count_time()
+        self._stalled_s += self.count_time()
         self._ahead.look()
         try:
             if self.step - self._last_begun >= self.interval and self._is_free():
@@ -283,15 +274,6 @@ class States:
         job.done.wait()
         self.stall_s += time.perf_counter() - begun
         return True
-
-    def _count_time(self) -> None:
-        ended = time.perf_counter()
-        took, self._last_commit = ended - self._last_commit, ended
-        # A pause (validation, a debugger) is not a step.
-        self.step_s = took if self.step_s == 0.0 else 0.9 * self.step_s + 0.1 * min(took, 2 * self.step_s)
-        stalled, self._stall_before_s = self.stall_s - self._stall_before_s, self.stall_s
-        self._stalled_s += stalled
-        self.trained_s += stalled + min(max(took - stalled, 0.0), 2 * self.step_s)
 
     def _begin(self, cursor: dict[str, Any]) -> Job:
         """Start to carry out S(step), which the live state is."""
