@@ -72,7 +72,6 @@ def live(root: str, medium: MakeMedium, num_steps: int) -> list[Recorded]:
     with files.observe(recorder.observe, fault):
         pool = create(root, "one", slots=PAGED, medium=medium, spare_bytes=10_000)
         step_on(pool, 1, num_steps)
-        pool.hold(num_steps - 2)
         writer = pool.begin(99)
         fill(writer, PAGED, 99)
         writer.abandon()

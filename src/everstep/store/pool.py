@@ -11,7 +11,6 @@ import itertools
 import os
 import threading
 import uuid
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -87,7 +86,7 @@ def _manifest(name: str, g: Geometry, layout: Layout, header: Header, tensors: S
 
 
 class Pool:
-    """A pool that this process has made and writes. One slot at a time is being written; any thread may hold and release."""
+    """A pool that this process has made and writes. One slot at a time is being written."""
 
     def __init__(self, path: str, geometry: Geometry, document: PoolDocument, slots: Sequence[Slot], medium: Medium) -> None:
         self.path, self.name = path, os.path.basename(path)
@@ -100,7 +99,6 @@ class Pool:
         """The step that each slot holds; None: none that counts."""
         self._newest: int | None = None
         self._writing: int | None = None
-        self._held: Counter[int] = Counter()
 
     @classmethod
     def create(
@@ -154,13 +152,11 @@ class Pool:
         return tuple(slots) == self._slots
 
     def begin(self, step: int) -> SlotWriter:
-        """The oldest slot that is neither the newest committed nor held, to hold this step. It is invalid from now on."""
+        """The oldest slot but for the newest committed one, to hold this step. It is invalid from now on."""
         with self._lock:
             if self._writing is not None:
                 raise UsageError(f"a slot of {self.path} is being written already: finish or abandon it first")
-            free = [i for i in range(len(self._steps)) if i != self._newest and not self._held[i]]
-            if not free:
-                raise UsageError(f"every slot of {self.path} is held: release one first, or make a pool with more slots")
+            free = [i for i in range(len(self._steps)) if i != self._newest]
             slot = min(free, key=lambda i: -1 if (held := self._steps[i]) is None else held)
             self._steps[slot] = None
             self._writing = slot
@@ -174,18 +170,6 @@ class Pool:
             raise
         return SlotWriter(self, slot, step)
 
-    def hold(self, step: int) -> None:
-        """The slot of this committed step stays as it is until as many calls of release()."""
-        with self._lock:
-            self._held[self._slot_of(step)] += 1
-
-    def release(self, step: int) -> None:
-        with self._lock:
-            slot = self._slot_of(step)
-            if not self._held[slot]:
-                raise UsageError(f"step {step} is not held in {self.path}")
-            self._held[slot] -= 1
-
     def check_still_there(self) -> None:
         """StorageError if its name no longer leads to its file: what is written then, nobody will find."""
         self._medium.check_still_there()
@@ -193,13 +177,6 @@ class Pool:
     def close(self) -> None:
         """Let go of the file, which stays."""
         self._medium.close()
-
-    def _slot_of(self, step: int) -> int:
-        if self._newest is not None and self._steps[self._newest] == step:
-            return self._newest
-        if step not in self._steps:
-            raise UsageError(f"step {step} is not in {self.path}")
-        return self._steps.index(step)
 
     def _done(self, step: int | None) -> None:
         """The slot that was being written holds this step now; None: nothing that counts."""
