@@ -21,7 +21,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from everstep import cursor as cursors
-from everstep import rng
+from everstep import forks, rng
 from everstep.atoms import RESIDUALS
 from everstep.capture import buckets
 from everstep.capture import loader as loaders
@@ -160,7 +160,7 @@ class Run:
         self._keeper: Keeper | None = None
         self._resumed: int | None = None
         self._closed = False
-        self._pid = os.getpid()
+        self._forks = forks.count
         self._launch = launch_id()
         self._saved_position: dict[str, Any] | None = None
         self._pass: loaders.Pass | None = None
@@ -393,7 +393,7 @@ class Run:
 
     def close(self) -> None:
         """Commit what is pending, make everything durable, leave a base at the last step, release the run."""
-        if self._closed or os.getpid() != self._pid:
+        if self._closed or forks.count != self._forks:
             return
         try:
             if self._capture is not None:
@@ -1114,7 +1114,7 @@ class Run:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def _close(self, *, finish: bool) -> None:
-        if self._closed or os.getpid() != self._pid:
+        if self._closed or forks.count != self._forks:
             return
         self._closed = True
         atexit.unregister(self._at_exit)
@@ -1185,7 +1185,7 @@ class Run:
     def _live(self) -> Capture | States:
         if self._closed:
             raise UsageError("this Run is closed")
-        if os.getpid() != self._pid:
+        if forks.count != self._forks:
             raise UsageError("this Run belongs to the parent process: attach in the process that trains")
         return self._resumed_capture()
 

@@ -12,7 +12,6 @@ such a hook into one that hands a bucket over when it has been reduced. Without 
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -20,6 +19,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from everstep import forks
 from everstep.atoms import PACK_BELOW_BYTES
 from everstep.capture.final import Final
 from everstep.capture.pending import Item, PendingEarly
@@ -51,7 +51,7 @@ class Early:
     def __init__(self, put: Callable[[Item], None], ledger: Ledger) -> None:
         self._put = put
         self._ledger = ledger
-        self._pid = os.getpid()
+        self._forks = forks.count
         self._params: list[torch.Tensor] = []
         self._handles: list[Any] = []
         self._seconds = 0.0
@@ -110,7 +110,7 @@ class Early:
 
     def _wake(self) -> None:
         self._unread_bytes = 0
-        if os.getpid() == self._pid:
+        if forks.count == self._forks:
             self._put(PendingEarly(self._final, self._final.num_steps))
         else:
             self._final.notes.clear()  # a forked child trains for itself

@@ -16,7 +16,6 @@ Everything here runs on the thread that calls backward() and step(), except that
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from collections import deque
@@ -31,6 +30,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from everstep import forks
 from everstep.capture import early
 from everstep.capture.leaf import Leaf
 from everstep.capture.part import Due, Outcome, Part, refusal
@@ -101,7 +101,7 @@ class Layerwise:
         self._before, self._after = before, after
         self._models = [] if model is None else [model] if isinstance(model, nn.Module) else list(model)
         self._batch_bytes = batch_bytes
-        self._pid = os.getpid()
+        self._forks = forks.count
         self.reducing = threading.Event()
         """Set while a bucket of gradients is being reduced: whoever copies should give way then, unless training waits for
         the copy."""
@@ -213,7 +213,7 @@ class Layerwise:
 
     def _hook(self, leaf: Leaf) -> Callable[[torch.Tensor], None]:
         def accumulated(p: torch.Tensor) -> None:
-            if os.getpid() != self._pid:
+            if forks.count != self._forks:
                 return  # a forked child trains for itself
             if self._failed is not None:
                 self._fail_again()
@@ -332,7 +332,7 @@ class Layerwise:
     # -- at the step --------------------------------------------------------------------------------------------------
 
     def _pre(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if os.getpid() != self._pid:
+        if forks.count != self._forks:
             return
         if self._failed is not None:
             self._fail_again()
@@ -394,7 +394,7 @@ class Layerwise:
                 self._fail("a step hook was registered between backward() and step()")
 
     def _post(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if os.getpid() != self._pid:
+        if forks.count != self._forks:
             return
         num_updated = len(self._hidden)
         self._show()
@@ -459,7 +459,7 @@ class Layerwise:
 
     def _on_forward(self) -> None:
         """A model of the user's is called; checkpointed segments that backward computes again are not meant."""
-        if os.getpid() != self._pid or _graph_task() != _NO_TASK:
+        if forks.count != self._forks or _graph_task() != _NO_TASK:
             return
         if self._failed is not None:
             self._fail_again()

@@ -10,12 +10,11 @@ Everything here runs on the training thread, except that the writer's finds out 
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain, count
+from itertools import chain
 from operator import attrgetter, is_
 from typing import Any, Protocol
 
@@ -23,7 +22,7 @@ import msgspec
 import torch
 from torch.optim import Optimizer
 
-from everstep import payloads, sharding, tree
+from everstep import forks, payloads, sharding, tree
 from everstep.capture.early import Early
 from everstep.capture.pending import (
     Item,
@@ -43,9 +42,9 @@ from everstep.memory import same_bits, view_as_bits
 LEARNING_UPDATES = 3
 LOOK_AT_ONCE = 48
 """Up to so many gradients are looked at as soon as zero_grad has let them go, and not only when their frame ends."""
-SHARE = 32
-"""Of more, one in so many, others at other times: whoever holds the memory of one mostly holds that of all."""
-_turns = count()
+SHARE = 8
+"""Of more, one in so many, at one update in LOOK_EVERY: whoever holds the memory of one mostly holds all, and each time."""
+LOOK_EVERY = 4
 MAX_DEVIATIONS = 8
 """After so many updates whose gradients were not let go, they are copied for good."""
 NEVER_REPLAYED = frozenset(("torch.optim.LBFGS",))
@@ -79,12 +78,19 @@ class Recorder(Protocol):
 class _Held:
     """Gradients of one update, held by reference until it is sure what becomes of them."""
 
+    update: PendingUpdate | None = None
+    was_released = False
+    suspect = False
+    """They were let go while something else could still write to their memory."""
+    copies: Sequence[torch.Tensor] = ()
+    """What they were, where they were copied to learn what becomes of them."""
+
     def __init__(
         self, params: list[torch.Tensor], grads: list[torch.Tensor | None], seal: Seal | None,
-        versions: list[int] | None = None, *, grad_of: Callable[[Any], Any] = _grad,
+        versions: list[int] | None = None, *, grad_of: Callable[[Any], Any], lock: threading.Lock,
     ) -> None:  # fmt: skip
         """`versions`: where all of them have a gradient, their version counters."""
-        self._grad_of = grad_of
+        self._grad_of, self._lock = grad_of, lock
         if versions is None:
             params = [p for p, g in zip(params, grads, strict=True) if g is not None]
             grads = [g for g in grads if g is not None]
@@ -95,13 +101,6 @@ class _Held:
         self.seal = seal
         if seal is not None:
             seal.release = self.release
-        self.update: PendingUpdate | None = None
-        self.was_released = False
-        self.suspect = False
-        """They were let go while something else could still write to their memory."""
-        self._lock = threading.Lock()
-        self.copies: list[torch.Tensor] = []
-        """What they were, where they were copied to learn what becomes of them."""
 
     def still_equal(self) -> bool:
         """Whether they have the bits that were copied; also found are writes that no version counter shows."""
@@ -141,10 +140,10 @@ class _Held:
         self.seal.break_open()
         self.grads, self.params, self.versions, self.update = [], [], [], None
 
-    def look_at_some(self) -> None:
+    def look_at_some(self, turn: int) -> None:
         """They have just been let go: if somebody else has hold of their memory, they cannot be trusted any more."""
-        with self._lock:  # two threads that look at once would take each other for somebody else
-            self.suspect = self.suspect or any(_sharing(self.grads[next(_turns) % SHARE :: SHARE]))
+        with self._lock:
+            self.suspect = self.suspect or any(_sharing(self.grads[turn % SHARE :: SHARE]))
 
     def open(self, results: Callable[[], list[Item]]) -> bool:
         """Open the seal of gradients that have been read. Returns whether they can be trusted; else `results` are stored."""
@@ -186,11 +185,13 @@ class Tap:
         `early` hands gradients over before their step.
         """
         self.name = name
-        self._pid = os.getpid()
+        self._forks = forks.count
         self.optimizer = optimizer
         self._uids_now = uids
         self._recorder = recorder
         self._early = early
+        self._lock = threading.Lock()
+        """Two threads that look at the same gradients at once would take each other for somebody else."""
         self._depth = 0
         self._grads: list[torch.Tensor | None] | None = None
         self._versions: list[int] = []
@@ -312,7 +313,7 @@ class Tap:
     # -- hooks --------------------------------------------------------------------------------------------------------
 
     def _pre(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        if os.getpid() != self._pid:
+        if forks.count != self._forks:
             return None  # a forked child trains for itself
         self._depth += 1
         if self._depth > 1:
@@ -326,14 +327,14 @@ class Tap:
             self.thread_s += time.perf_counter() - begun - (self._recorder.stall_s - stalled)
 
     def _post(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if os.getpid() != self._pid:
+        if forks.count != self._forks:
             return
         self._depth -= 1
         if self._depth > 0:
             return
         begun = time.perf_counter()
-        if self._steady and self._held is not None and self._is_last():
-            # What is usual: the writer has the gradients already.
+        if self._steady and self._held is not None:
+            # What is usual: the writer has the gradients already. (Ours was the last hook when they were taken.)
             self.updates += 1
             self._grads = None
             self._recorder.after_update(self.name)
@@ -380,9 +381,11 @@ class Tap:
         held = self._held
         if held is None or not held.was_released or self._at_commit or self.results_due or not self._is_last():
             return False
-        if self.groups_changed() or not self._hyper_is_same():
+        # Parameters that were exchanged within a group's list are found at the commit, which then stores the new ones.
+        if not self._hyper_is_same() or [len(g["params"]) for g in self.optimizer.param_groups] != self.group_sizes:
             return False
-        if getattr(self.optimizer, "grad_scale", None) is not None or getattr(self.optimizer, "found_inf", None) is not None:
+        own = vars(self.optimizer)
+        if "grad_scale" in own or "found_inf" in own:
             return False
         grads = list(map(_grad, self.params))
         try:
@@ -469,7 +472,7 @@ class Tap:
         assert self._grads is not None
         seal = Seal()
         versions = None if -1 in self._versions else self._versions
-        self._held = _Held(self.params, self._grads, seal, versions, grad_of=self._grad_of)
+        self._held = _Held(self.params, self._grads, seal, versions, grad_of=self._grad_of, lock=self._lock)
         self._held.update = update = self._pending(self._grads, seal)
         self._recorder.put(update)
 
@@ -499,7 +502,7 @@ class Tap:
         deviation = self._compare(now)
         if self._copies is not None:
             update = self._pending(self._copies, None, self._scale)
-            self._held = _Held(self.params, self._grads, None, grad_of=self._grad_of)
+            self._held = _Held(self.params, self._grads, None, grad_of=self._grad_of, lock=self._lock)
             if self._deviations < MAX_DEVIATIONS:
                 self._held.copies = [c for c in self._copies if c is not None]
         elif deviation:
@@ -512,7 +515,7 @@ class Tap:
             self._never_shared = not shared
             update = self._pending(grads, seal)
             kept = [None if s else g for g, s in zip(self._grads, shared, strict=True)] if shared else grads
-            self._held = _Held(self.params, kept, seal, grad_of=self._grad_of)
+            self._held = _Held(self.params, kept, seal, grad_of=self._grad_of, lock=self._lock)
         if self._trial is not None:
             self._try(update)
             if self.overwrite:
@@ -654,7 +657,7 @@ class Tap:
         tap = self
 
         def zero_grad(set_to_none: bool = True) -> None:
-            if os.getpid() != tap._pid:
+            if forks.count != tap._forks:
                 original(set_to_none=set_to_none)
                 return
             if not set_to_none:
@@ -674,8 +677,8 @@ class Tap:
             return
         if len(held.grads) <= LOOK_AT_ONCE:
             self.settle()
-        else:
-            held.look_at_some()
+        elif self.updates % LOOK_EVERY == 0:
+            held.look_at_some(self.updates // LOOK_EVERY)
         held.seal.dropped.set()
 
     # -- results and carried gradients --------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
-from operator import attrgetter, is_, sub
+from operator import add, attrgetter, is_
 from typing import Any
 
 import torch
@@ -52,7 +52,7 @@ class _Delta:
     states: list[int]
 
     def __post_init__(self) -> None:
-        self.moves = any(self.tensors) or any(self.states)
+        self.moves_tensors = any(self.tensors)
 
 
 @dataclass
@@ -344,12 +344,11 @@ class Watch:
             if len(optimizer.state) != self._state_sizes[name] or len(self._state_tensors[name]) <= LOOK_HERE_TENSORS:
                 return False
         delta = self._deltas[updated[0]]
+        if delta is None:
+            return False
         versions = list(map(_versions, self._param_tensors))
-        if (
-            delta is None
-            or list(map(sub, versions, self._versions)) != delta.tensors
-            or list(map(_pointers, self._param_tensors)) != self._pointers
-        ):
+        expected = list(map(add, self._versions, delta.tensors)) if delta.moves_tensors else self._versions
+        if versions != expected or list(map(_pointers, self._param_tensors)) != self._pointers:
             return False
         self._versions = versions
         self._updates[updated[0]] = 0
@@ -376,7 +375,7 @@ class Watch:
                 delta = self._deltas[name]
                 assert delta is not None
                 self._unread_updates[name] += count
-                if delta.moves:
+                if delta.moves_tensors:
                     self._versions = _moved(self._versions, delta.tensors, count)
         changed = self._moved_tensors(self._volatile)
         touched: dict[tuple[str, int], None] = {}
