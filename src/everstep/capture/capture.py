@@ -202,10 +202,11 @@ class Capture(Recorder):
 
     def _audit(self) -> Audit:
         audit, watch = Audit(), self._watch
-        audit.buffers = watch.small_buffers()
-        audit.replica_targets = watch.next_replicas()
-        for uid, piece, value in watch.slice_sums():
-            audit.add(uid, piece, value)
+        if not watch.is_bare():
+            audit.buffers = watch.small_buffers()
+            audit.replica_targets = watch.next_replicas()
+            for uid, piece, value in watch.slice_sums():
+                audit.add(uid, piece, value)
         if watch.covers_all():
             audit.complete = True
             hash_replicas(audit)

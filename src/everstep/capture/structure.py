@@ -9,7 +9,7 @@ from operator import attrgetter, is_
 from everstep.capture.registrations import Registrations
 from everstep.naming import Inventory
 
-LOOK_AT_CONTAINERS = 16
+LOOK_AT_CONTAINERS = 8
 """At least so many of the dicts that modules keep their tensors in are looked at at a time."""
 _requires_grad = attrgetter("requires_grad")
 

@@ -275,6 +275,10 @@ class Watch:
         """(uids, shapes, copy) as of the last commit."""
         return [(pack.uids, pack.shapes, pack.last) for pack in self._small]
 
+    def is_bare(self) -> bool:
+        """Whether there are neither small buffers, nor copies of other ranks' parameters, nor slices of this step."""
+        return not (self._small or self._replicas or self._slice)
+
     def covers_all(self) -> bool:
         """Whether the current slice is everything."""
         return self._whole_slice
