@@ -31,7 +31,7 @@ def crash(run: Any) -> None:
         capture.offload.close(finish=False)
     if run._keeper is not None:
         run._keeper.close()
-    run._lock.release()
+    run._opened.lock.release()
     run._closed = True
 
 

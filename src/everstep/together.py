@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import time
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from torch import nn
-from torch.optim import Optimizer
+import msgspec
 
 from everstep import cursor as cursors
-from everstep.compress import Compressor, Tapped
-from everstep.compress.agree import check_same_compressor
+from everstep import rng
+from everstep.capture import loader as loaders
+from everstep.capture.buckets import BucketOrders
 from everstep.errors import (
     CorruptionError,
     EverstepError,
@@ -25,16 +27,18 @@ from everstep.errors import (
     StorageError,
     UsageError,
 )
+from everstep.follow import recover
 from everstep.follow.gather import Shadows, ShadowSource, common_step, leave_bases, reaches_all, writes_for
-from everstep.naming import Declared, Inventory
-from everstep.options import Options
-from everstep.ranks import Holding, Ranks
-from everstep.restore.apply import check_fits
-from everstep.restore.execute import Restored, warn_if_unproven
-from everstep.restore.history import Step
-from everstep.restore.join import Joint, Source, fetch, joint_of, order_like, set_back, warn_if_set_back
-from everstep.restore.plan import Line, line_of
-from everstep.store.runs import Listing, RunPath, read_listing
+from everstep.format.documents import RANKS, TimelineDocument
+from everstep.generation import Resumed, first_timeline, forked_already, next_generation, open_generation
+from everstep.naming import Inventory
+from everstep.opening import Opened
+from everstep.ranks import Holding, aliases_of, assign, check_replicas, hashes_of, holding_id, holdings
+from everstep.restore.execute import Restored
+from everstep.restore.history import Step, check_step
+from everstep.restore.join import Era, Joint, Source, fetch, joint_of, latest_of, order_like, set_back, warn_if_set_back
+from everstep.restore.plan import line_files, line_of
+from everstep.store.runs import Listing, read_listing
 
 _SEEN_STEPS = 4096
 """So many of the newest steps are told to other ranks."""
@@ -52,26 +56,121 @@ class Found:
     restored: Restored | None
     """This rank's boxes."""
 
+    @property
+    def era(self) -> Era:
+        """Of the step, which there must be."""
+        assert self.joint is not None and self.at is not None
+        return self.joint.eras[0] if self.from_memory else self.joint.find(self.at)
 
-@dataclass(frozen=True, kw_only=True)
+
 class Together:
     """One rank among those that resume a run."""
 
-    path: RunPath
-    run: str
-    ranks: Ranks
-    models: Mapping[str, nn.Module]
-    optimizers: Mapping[str, Optimizer]
-    declared: Declared
-    extras: Mapping[str, Any]
-    compress: Compressor[Any] | Tapped | None
-    options: Options
-    launch: str
-    say: Callable[[str], None]
+    def __init__(self, opened: Opened, start: Callable[[Resumed], None]) -> None:
+        """`start` is called, within what all ranks do together, when a rank's state is in its live objects and the
+        generation is open."""
+        self._opened = opened
+        self._path = opened.path
+        self._ranks = opened.ranks
+        self._start = start
+        self._say = opened.say
 
-    def find(self, step: Step, full: Inventory, held: list[list[Holding]], holding: str) -> Found:
+    def resume(self, step: Step) -> tuple[Resumed, Restored | None]:
+        """Where the run goes on, and what this rank has of the state, which is in its live objects; none for a new run."""
+        opened, ranks, path = self._opened, self._ranks, self._path
+        full = opened.training.inventory()
+        told = ranks.gather("tell what they hold", holdings(full))
+        held = [msgspec.convert(each, list[Holding]) for each in told]
+        stored = assign(held)
+        opened.training.store_part(set(full.tensors), stored[ranks.rank], aliases_of(held))
+        holding = holding_id(held, stored)
+        begun = time.perf_counter()
+        found = self._find(step, full, held, holding)
+        fetch_s = time.perf_counter() - begun
+        timeline, generation, is_new = ranks.first("open a generation", lambda: self._agree(found, step, holding))
+        resumed = Resumed(step=found.at or 0, timeline=timeline, generation=generation, is_new=is_new, fetch_s=fetch_s)
+        if found.restored is None:
+            hashes = ranks.gather("hash", hashes_of(full))
+            ranks.first("compare their parameters", partial(check_replicas, held, hashes))
+        else:
+            resumed = self._apply(found, found.restored, resumed)
+        if ranks.size > 1:
+            # Their order is state: it decides in which order ranks are added up, and what hooks keep by bucket.
+            resumed = replace(resumed, orders=BucketOrders(opened.training.models))
+        ranks.all("start", lambda: self._begin(resumed))
+        if ranks.rank == 0 and found.restored is not None:
+            for rank in range(ranks.size, resumed.resized_from):  # nobody goes on with these
+                recover.dismiss(path.part(rank), opened.run, generation, wait_s=0.0)
+        return resumed, found.restored
+
+    def _apply(self, found: Found, restored: Restored, resumed: Resumed) -> Resumed:
+        """Put what this rank has of a state into its live objects, and say so."""
+        at, training, num_ranks = resumed.step, self._opened.training, self._ranks.size
+        was = found.era.world_size
+        in_pool = not found.from_memory and found.era.is_in_pool(at)
+        cursor = self._cursor(restored, was, at)
+        training.apply(restored, cursor)
+        if at and num_ranks > 1 and was == num_ranks:
+            training.warm(cursor)
+        return replace(
+            resumed, source="shadow" if found.from_memory else "pool" if in_pool else "disk", cursor=cursor,
+            proven=restored.proven, resized_from=was if was != num_ranks else 0,
+            told=f"at step {at} on {num_ranks} rank{'s' if num_ranks > 1 else ''}"
+            f"{' from the memory of all ranks’ shadows' if found.from_memory else ''}"
+            f"{f' (written by {was}: random numbers begin anew)' if was != num_ranks else ''}"
+            f"{f', new timeline {resumed.timeline}' if resumed.is_new else ''}",
+        )  # fmt: skip
+
+    def _cursor(self, restored: Restored, was: int, at: int) -> dict[str, Any]:
+        """The cursor for this rank: its own where the number of ranks is the same."""
+        cursor = cursors.decode(restored.state.cursor)
+        if was == self._ranks.size:
+            return cursor
+        return {
+            **cursor,
+            "rng": rng.derived(rng.seed_in(cursor["rng"]), at, self._ranks.rank),
+            "data": loaders.resized_position(cursor["data"]),
+        }
+
+    def _begin(self, found: Resumed) -> None:
+        """Make this rank's part of the generation ready to be written, and start it."""
+        self._path.make_part(found.timeline)
+        self._path.remove_after(found.timeline, found.step)
+        if self._ranks.rank:
+            self._path.clean(found.timeline)
+            self._path.write_layout(found.timeline, self._opened.inventory().layout)
+        self._start(found)
+
+    def _agree(self, found: Found, asked: Step, holding: str) -> list[Any]:
+        """By one process: where this generation writes. [timeline, generation, whether it needs bases first]"""
+        joint, at, path = found.joint, found.at, self._path
+        listing = joint.listing if joint is not None else read_listing(path)
+        path.require(RANKS)
+        generation = next_generation(listing)
+        if joint is None or at is None:
+            timeline = first_timeline(self._opened, listing)
+            open_generation(self._opened, timeline, generation, None, 0, None, holding)
+            return [timeline, generation, True]
+        newest, source = joint.eras[0].newest, found.era
+        same = newest.holding == holding and newest.world_size == self._ranks.size
+        fork = not same or (at < latest_of(joint) if found.from_memory else at != joint.latest())
+        timeline = joint.eras[0].lines[0].timelines[0]
+        if fork:
+            timeline = max(listing.timelines) + 1
+            path.create_timeline(
+                TimelineDocument(timeline, source.newest.timeline, source.newest.generation, at, own_bases=not same)
+            )
+        for line in source.lines:
+            path.sync(line_files(line, None))
+        parent = source.newest.generation if fork else newest.generation
+        open_generation(
+            self._opened, timeline, generation, parent, at, None if asked == "latest" else asked, holding
+        )
+        return [timeline, generation, fork or source is not joint.eras[0]]
+
+    def _find(self, step: Step, full: Inventory, held: list[list[Holding]], holding: str) -> Found:
         """All agree on a step, and each takes what it has of it. Nothing is written but bases of what was in memory only."""
-        ranks = self.ranks
+        ranks = self._ranks
         asked = ranks.gather("ask shadows", self._standings())
         seen = ranks.gather("see steps", self._seen_steps()) if any(asked) else []
         at: int | None
@@ -81,13 +180,13 @@ class Together:
         if at is not None and source != "disk":
             at, source, joint = self._from_shadows(at, source, step, asked, seen, full, held, restored)
         while at is not None and source == "disk" and not restored:
-            joint = joint_of(self.path)
-            self.say(f"everstep: restoring step {at} of {self.path.path} …")
+            joint = joint_of(self._path)
+            self._say(f"everstep: restoring step {at} of {self._path.path} …")
             if not self._restore_all(Source(joint.find(at), at), full, held, restored, may_set_back=step == "latest"):
                 name = f"choose an older step than {at}"  # ranks meet once under each name
                 at, source = ranks.first(name, lambda: self._choose_step(step, [], holding, []))
         if joint is not None and restored and source == "disk" and step == "latest" and at is not None and not ranks.rank:
-            warn_if_set_back(self.path, joint.find(at), at)
+            warn_if_set_back(self._path, joint.find(at), at)
         return Found(at, source == "memory", joint, restored[0] if restored else None)
 
     def _restore_all(
@@ -104,23 +203,23 @@ class Together:
                 return str(e)
             return ""
 
-        failed = [said for said in self.ranks.all(f"restore step {source.step}", take) if said]
+        failed = [said for said in self._ranks.all(f"restore step {source.step}", take) if said]
         if not failed:
             return True
         restored.clear()
         damage = CorruptionError(failed[0])
         damage.step, damage.in_base = source.step, True
-        return not set_back(self.path, source.era, source.step, damage)
+        return not set_back(self._path, source.era, source.step, damage)
 
     def _shadows(self) -> Shadows:
         """Those of all ranks."""
-        options = self.options
-        return Shadows(self.path, self.run, options.shadows, options.token, options.tls, options.shadow_streams)
+        options = self._opened.options
+        return Shadows(self._path, self._opened.run, options.shadows, options.token, options.tls, options.shadow_streams)
 
     def _standings(self) -> list[int | str]:
         """What the shadows of all ranks tell this process; nothing if the run was not written with shadows."""
         try:
-            line = line_of(read_listing(self.path.part(0)), check_tail=False)
+            line = line_of(read_listing(self._path.part(0)), check_tail=False)
         except (NothingToRestoreError, CorruptionError):
             return []
         return self._shadows().standings(line.generations) if line.newest.log == "memory" else []
@@ -130,9 +229,9 @@ class Together:
         held: list[list[Holding]], restored: list[Restored],
     ) -> tuple[int | None, str, Joint]:  # fmt: skip
         """All ranks: what their shadows hold, or bases of that. If that fails, the step to be had from disk."""
-        ranks = self.ranks
-        joint = joint_of(self.path)
-        self.say(f"everstep: taking step {at} of {self.path.path} from the memory of all ranks' shadows …")
+        ranks = self._ranks
+        joint = joint_of(self._path)
+        self._say(f"everstep: taking step {at} of {self._path.path} from the memory of all ranks' shadows …")
 
         def take() -> str:
             try:
@@ -156,12 +255,12 @@ class Together:
         return at_disk, source, joint
 
     def _say_not_taken(self, why: str) -> None:
-        self.say(f"everstep: {self.path.path}: nothing is taken from shadows: {why}; the shadows of all ranks are needed")
+        self._say(f"everstep: {self._path.path}: nothing is taken from shadows: {why}; the shadows of all ranks are needed")
 
     def _seen_steps(self) -> list[int]:
         """The newest steps that this process could restore. Of a log in hosts' memory, others may see other parts."""
         with contextlib.suppress(EverstepError):
-            return joint_of(self.path).steps()[-_SEEN_STEPS:]
+            return joint_of(self._path).steps()[-_SEEN_STEPS:]
         return []
 
     def _choose_step(
@@ -169,21 +268,20 @@ class Together:
     ) -> tuple[int | None, str]:
         """By one process: the step to restore (None for a new run), and from where: "disk"; the "memory" of all ranks'
         shadows; or "bases" that these shadows' states must be written as first. Nothing is written."""
-        if step != "latest" and (not isinstance(step, int) or isinstance(step, bool) or step < 0):
-            raise UsageError(f"step must be 'latest' or a number from 0 on, not {step!r}")
+        check_step(step)
         try:
-            joint = joint_of(self.path)
+            joint = joint_of(self._path)
             line = joint.eras[0].lines[0]
-            latest = step == "latest" or forked_already(joint.listing, line, step, self.launch)
+            latest = step == "latest" or forked_already(joint.listing, line, step, self._opened.launch)
             in_memory, why = common_step(asked) if asked and all(asked) else (-1, "")
             if in_memory >= 0 and (in_memory == step or (latest and in_memory >= latest_of(joint))):
                 newest = joint.eras[0].newest
-                same = newest.holding == holding and newest.world_size == self.ranks.size
+                same = newest.holding == holding and newest.world_size == self._ranks.size
                 return in_memory, "memory" if same and reaches_all(asked) else "bases"
             if why:
                 self._say_not_taken(why)
             elif in_memory >= 0:
-                self.say(f"everstep: {self.path.path}: the shadows hold step {in_memory}; taking the state from disk")
+                self._say(f"everstep: {self._path.path}: the shadows hold step {in_memory}; taking the state from disk")
             at = joint.latest() if latest else step
             common = set.intersection(*map(set, seen)) if seen else {at}
             if latest and at not in common and common:
@@ -191,7 +289,7 @@ class Together:
         except NothingToRestoreError:
             if step in ("latest", 0):
                 return None, "disk"
-            raise StepNotFoundError(f"step {step} cannot be restored: {self.path.path} has no steps yet") from None
+            raise StepNotFoundError(f"step {step} cannot be restored: {self._path.path} has no steps yet") from None
         assert isinstance(at, int)
         joint.find(at)
         return at, "disk"
@@ -213,15 +311,11 @@ class Together:
             )
         updated = {uid for groups in full.groups.values() for group in groups for uid in group}
         restored = fetch(
-            source, full.layout.by_uid(), rank=self.ranks.rank, world_size=self.ranks.size, live=self.optimizers,
-            stateful=updated,
+            source, full.layout.by_uid(), rank=self._ranks.rank, world_size=self._ranks.size,
+            live=self._opened.training.optimizers, stateful=updated,
         )  # fmt: skip
         order_like(restored.state, full)
-        check_fits(restored.state, self.models, self.optimizers, self.declared)
-        cursor = cursors.decode(restored.state.cursor)
-        cursors.check_same_extras(self.extras, cursor["extras"])
-        check_same_compressor(self.compress, cursor)
-        warn_if_inexact(restored)
+        self._opened.training.check(restored)
         left = [
             a.label()
             for uid, a in full.layout.by_uid().items()
@@ -229,7 +323,7 @@ class Together:
         ]
         if left:
             warnings.warn(
-                f"{', '.join(left[:5])} is Local, and rank {self.ranks.rank} had none of this shape when step {at} was "
+                f"{', '.join(left[:5])} is Local, and rank {self._ranks.rank} had none of this shape when step {at} was "
                 "written: it keeps what it has",
                 InexactWarning,
                 stacklevel=3,
@@ -237,29 +331,26 @@ class Together:
         return restored
 
 
-def forked_already(listing: Listing, line: Line, step: int, launch: str) -> bool:
-    """Whether an earlier process of this same launch has opened the fork that is asked for."""
+def is_in_parts(opened: Opened, listing: Listing, step: Step) -> bool:
+    """Whether steps of this run must be cut or joined to be had in one process that has what this one has."""
     generations = listing.generations()
-    return any(
-        generations[s.generation].launch == launch and generations[s.generation].asked_step == step for s in line.spans
-    )
-
-
-def warn_if_inexact(restored: Restored) -> None:
-    """Say what of a state is lost or not proven."""
-    if restored.state.lost:
-        warnings.warn(
-            f"at step {restored.state.step} gradients were being accumulated over the commit and could not be stored: "
-            f"resume(step={restored.state.step - 1}) goes on exactly",
-            InexactWarning,
-            stacklevel=4,
+    eras = any(timeline.document.own_bases for timeline in listing.timelines.values())
+    if not generations:
+        return False
+    newest = generations[max(generations)]
+    if eras or any(g.world_size > 1 for g in generations.values()):
+        if newest.world_size > 1 or newest.log != "memory":
+            return True
+        # The newest state may be in a shadow's memory only; but before the first base of its era nothing is there.
+        steps = line_of(listing, check_tail=False).steps()
+        return not steps or (step != "latest" and step not in steps)
+    then = opened.path.read_layout(newest.layout, [newest.timeline]).by_uid()
+    now = opened.training.inventory().layout.atoms
+    both = [(a, then[a.uid]) for a in now if a.uid in then]
+    differ = [a.label() for a, b in both if a.shape == b.shape and a.share != b.share]
+    if differ and opened.mode == "shadow":
+        raise UsageError(
+            f"{', '.join(differ[:5])}: layout declares it otherwise than the run was written with. Resume once with "
+            "mode='delta' to go on under another layout"
         )
-    warn_if_unproven(restored)
-
-
-def latest_of(line: Line | Joint) -> int:
-    """The newest step in files; damage there does not matter where a shadow has the state."""
-    try:
-        return line.latest()
-    except (CorruptionError, NothingToRestoreError):
-        return -1
+    return bool(differ)

@@ -127,7 +127,7 @@ def held(run: everstep.Run, address: str, **options: Any) -> dict[str, Any]:
     """What the shadow holds, or several at these addresses, when they have everything."""
     run.flush()
     wait_until(lambda: run.stats()["folded_step"] == run.step)
-    offer = fetch.find_all(address.split(","), RunPath(run.path), run._document.run, **options)
+    offer = fetch.find_all(address.split(","), RunPath(run.path), run._opened.run, **options)
     assert offer is not None and offer.step == run.step
     try:
         return public_state(offer.fetch(), {})

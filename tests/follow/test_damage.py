@@ -75,7 +75,7 @@ def trainer(tmp_path: Path, memory: Path, capsys: pytest.CaptureFixture[str]) ->
 
 def damage(run: everstep.Run, key: str) -> int:
     """Flip a bit of what the shadow has described; its pid."""
-    offer = recover.find(RunPath(run.path), run._document.run)
+    offer = recover.find(RunPath(run.path), run._opened.run)
     assert offer is not None and offer.file
     stored = next(t for t in offer.manifest.tensors if key in t.key)
     with open(offer.file, "r+b") as f:
@@ -123,7 +123,7 @@ def test_when_nothing_else_has_the_step_the_live_model_is_said_to_be_unusable(
     crash(first.run)
     for segment in memory.glob("**/log-*/*"):
         segment.unlink()
-    offer = recover.find(RunPath(first.run.path), first.run._document.run)
+    offer = recover.find(RunPath(first.run.path), first.run._opened.run)
     assert offer is not None
     offer.is_damaged("it looks wrong")  # but is not: nothing is given up
     second = trainer()

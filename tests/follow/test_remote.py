@@ -83,8 +83,9 @@ def test_gradients_that_leave_during_backward_are_there_before_their_step_is(
         training.update()
         run.commit()
     must_hold(held(run, shadow.address), training, run)
-    assert run._log is not None and run._log.last is not None
-    assert run.stats()["sent_bytes"] == run._log.last.end_offset, "one segment, and nothing of it went twice"
+    log = run._capture.offload._log
+    assert log.last is not None
+    assert run.stats()["sent_bytes"] == log.last.end_offset, "one segment, and nothing of it went twice"
     run.close()
 
 
@@ -203,7 +204,7 @@ def test_without_the_token_nobody_is_let_in(remotes: Callable[..., Remote], tmp_
     run.resume()
     training.train(run, 5)
     must_hold(held(run, shadow.address, token=b"a token of some length"), training, run)
-    path, run_id = RunPath(run.path), run._document.run
+    path, run_id = RunPath(run.path), run._opened.run
     with pytest.raises(LinkRefused):
         fetch.find_all([shadow.address], path, run_id, token=b"another token")
     with pytest.raises(LinkError):
@@ -255,7 +256,7 @@ def test_a_second_trainer_and_an_older_generation_are_refused(remotes: Callable[
     must_hold(held(run, shadow.address), training, run)
     for generation in (0, 1):
         with Channel(addresses.connect(shadow.address), lambda m, n: None) as channel, pytest.raises(LinkRefused):
-            sockets.introduce(channel, Hello(VERSION, run._document.run, run.path, 1, generation, 0, "train", {}))
+            sockets.introduce(channel, Hello(VERSION, run._opened.run, run.path, 1, generation, 0, "train", {}))
     training.train(run, 6)
     must_hold(held(run, shadow.address), training, run)
     run.close()

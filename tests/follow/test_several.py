@@ -239,7 +239,7 @@ def test_a_state_that_changes_on_the_way_is_not_taken(hosts: Callable[..., Remot
     )
     where = [first.address, proxy.address]
     with pytest.raises(everstep.EverstepError):
-        offer = fetch.find_all(where, RunPath(run.path), run._document.run)
+        offer = fetch.find_all(where, RunPath(run.path), run._opened.run)
         if offer is None:
             raise everstep.EverstepError("it was noticed on the way")
         offer.fetch()

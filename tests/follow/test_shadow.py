@@ -351,7 +351,7 @@ def test_what_was_taken_from_a_shadow_does_not_change_when_the_shadow_goes_on(
         run.commit()
         run.flush()
         wait_until_held(run)
-        offer = recover.find(RunPath(run.path), run._document.run)
+        offer = recover.find(RunPath(run.path), run._opened.run)
         assert offer is not None and offer.step == run.step
         offer.release()
     must_equal(everything(t)["optimizers"]["seldom"], before, "an optimizer that did not step")

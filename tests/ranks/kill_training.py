@@ -121,7 +121,7 @@ def main() -> None:
             await_shadow(run)
         loss = turn(model, optimizer, step, rank, world)
         if orders.get("edit") == [rank, step + 1]:
-            stored = run._stored
+            stored = run._opened.training.stored
             uids = run._capture._inventory.replicas
             assert uids and not set(uids) & stored
             next(iter(uids.values())).detach().view(-1)[0] += 0.5  # of what the other rank stores

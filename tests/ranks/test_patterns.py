@@ -183,7 +183,7 @@ def test_what_is_sharded_fused_and_padded_goes_on_under_another_number_of_ranks(
     parts = threads.run(target, lambda rank: trained(second, rank, tmp_path / "run"))
 
     plain_run, _ = threads.run(1, lambda _: attach(plain, tmp_path / "plain"))[0]
-    plain_optimizer = next(iter(plain_run._optimizers.values()))
+    plain_optimizer = next(iter(plain_run._opened.training.optimizers.values()))
     threads.run(1, lambda _: train(plain_run, plain, plain_optimizer, gradients))
     expected = everything(plain, plain_optimizer)
     history = everstep.open(tmp_path / "run")
@@ -296,7 +296,7 @@ def test_a_tied_weight_is_stored_once_and_goes_on_in_one_process(threads: Thread
         model = module(**{"head" if rank else "embedding": weight, f"own{rank}": torch.ones(2)})
         run, optimizer = attach(model, tmp_path / "run", [Tied("head", "embedding")])
         train(run, model, optimizer, lambda name, step: torch.ones(2) if "own" in name else gradients("embedding", step))
-        return len(run._inventory().tensors)
+        return len(run._opened.inventory().tensors)
 
     assert sum(threads.run(2, stage)) == 3
     state = everstep.open(tmp_path / "run").state()

@@ -234,7 +234,7 @@ def test_pools_are_restored_into_other_layouts(fsdp: bool, worlds: tuple[int, ..
 
         def prepare(rank: int, run: Any, at: int = at, state: str = state, noted: Path = noted) -> None:
             assert run.step == at
-            model, optimizer = run._models["model"], run._optimizers["optimizer"]
+            model, optimizer = run._opened.training.models["model"], run._opened.training.optimizers["optimizer"]
             assert not state or digest(model, optimizer) == state
             commit = run.commit
 

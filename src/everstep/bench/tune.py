@@ -51,6 +51,7 @@ def train(*, path: str, workload: dict[str, Any], num_threads: int, interval: in
     batches = workloads.endless(workloads.batches(w))
     run = attach(model, optimizer, path, tune=True, base_interval=interval, compress=compressor, quiet=True)
     run.resume()
+    assert run._found is not None
     keeper: Any = run._keeper
     keeper.tuned._apply = lambda setting: None
     while True:
@@ -59,7 +60,7 @@ def train(*, path: str, workload: dict[str, Any], num_threads: int, interval: in
         stats = run.stats()
         told = {
             "step": stats["step"], "written_step": stats["written_step"], "bases": stats["follower_bases"],
-            "recovered": run._replayed,
+            "recovered": run._found.replayed,
         }  # fmt: skip
         print(json.dumps(told), flush=True)
 

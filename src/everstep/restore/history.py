@@ -215,12 +215,15 @@ class History:
             return f"<everstep.History {self.path}: {e}>"
 
 
-def _step(joint: Joint, step: Step) -> int:
-    if step == "latest":
-        return joint.latest()
-    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+def check_step(step: Step) -> None:
+    """UsageError unless this can be the name of a step."""
+    if step != "latest" and (not isinstance(step, int) or isinstance(step, bool) or step < 0):
         raise UsageError(f"step must be 'latest' or a number from 0 on, not {step!r}")
-    return step
+
+
+def _step(joint: Joint, step: Step) -> int:
+    check_step(step)
+    return joint.latest() if step == "latest" else step
 
 
 def _checked(report: Report, work: Callable[[], None]) -> None:

@@ -520,3 +520,11 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return same_bits(a, b)
     return bool(a == b) or (a != a and b != b)
+
+
+def latest_of(line: Line | Joint) -> int:
+    """The newest step in files; damage there does not matter where a shadow has the state."""
+    try:
+        return line.latest()
+    except (CorruptionError, NothingToRestoreError):
+        return -1
