@@ -182,7 +182,7 @@ class Run:
         self._old_pools: list[str] = []
         """Folders of pools whose state has been taken over, and that are not needed when it is on disk."""
         self._dismiss_later = False
-        """A shadow has what is on no disk yet, and is not needed when it is."""
+        """A shadow, or the log that it left in memory, has what is on no disk yet, and is not needed when it is."""
         self._torn = False
         self._last_cursor: dict[str, Any] = {}
         self._resume_cursor: dict[str, Any] = {}
@@ -566,7 +566,8 @@ class Run:
         self._fetch_s += time.perf_counter() - begun
         if at and self._compress is not None:
             self._warm(cursor)
-        self._dismiss_later = offer is not None and self._mode != "shadow"
+        in_memory = restored.plan is None or line.needs_memory(restored.plan)
+        self._dismiss_later = in_memory and self._mode != "shadow"
         in_pool = restored.plan is not None and restored.plan.base.in_pool
         fork = offer is None and asked != "latest" and not _is_newest(line, at)
         timeline = line.timelines[0]
@@ -623,7 +624,8 @@ class Run:
         ).find(step, full, held, holding)  # fmt: skip
         at, from_memory, joint, restored = found.at, found.from_memory, found.joint, found.restored
         self._fetch_s = time.perf_counter() - begun
-        self._dismiss_later = from_memory and self._mode != "shadow"
+        in_memory = from_memory or (joint is not None and at is not None and joint.find(at).needs_memory(at))
+        self._dismiss_later = in_memory and self._mode != "shadow"
         timeline, generation, is_new = ranks.first(
             "open a generation", lambda: self._agree(joint, at, step, holding, from_memory=from_memory)
         )
@@ -1054,6 +1056,7 @@ class Run:
         if self._dismiss_later:
             self._dismiss_later = False
             recover.dismiss(self._path, self._document.run, capture.generation)
+            shared.remove(shared.shared_folder(self._document.run, self.path), [self._ranks.rank])  # if none is there
 
     def _may_finish_base(self, step: int) -> bool:
         """In the base thread: the first base (also after a failure) stands alone, later ones on the log before them."""
