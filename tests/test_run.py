@@ -301,7 +301,8 @@ def test_leaving_the_with_commits_what_is_pending(tmp_path: Any) -> None:
     check_resume(tmp_path / "run", build, truth, 2)
 
 
-def test_an_exception_in_the_with_discards_what_is_pending(tmp_path: Any) -> None:
+@pytest.mark.parametrize("num_committed", [0, 5])
+def test_an_exception_in_the_with_discards_what_is_pending(num_committed: int, tmp_path: Any) -> None:
     model, optimizer = build()
     with (
         pytest.raises(ZeroDivisionError),
@@ -309,13 +310,13 @@ def test_an_exception_in_the_with_discards_what_is_pending(tmp_path: Any) -> Non
     ):
         truth = Truth(run, model, optimizer)
         truth.resume()
-        for _ in range(5):
+        for _ in range(num_committed):
             step(model, optimizer)
             truth.commit()
         step(model, optimizer)
         _ = 1 / 0
     check_history(tmp_path / "run", truth)
-    check_resume(tmp_path / "run", build, truth, 5)
+    check_resume(tmp_path / "run", build, truth, num_committed)
 
 
 def test_an_exception_between_backward_and_step_discards_nothing_that_was_committed(tmp_path: Any) -> None:

@@ -151,7 +151,8 @@ class Alone:
         in_pool = restored.plan is not None and restored.plan.base.in_pool
         found = Resumed(
             step=at, timeline=timeline, generation=next_generation(listing),
-            source="shadow" if offer is not None else "pool" if in_pool else "disk", is_new=fork, cursor=cursor,
+            source="shadow" if offer is not None else "pool" if in_pool else "disk",
+            in_memory=restored.plan is None or line.needs_memory(restored.plan), is_new=fork, cursor=cursor,
             proven=restored.proven, orders=self._orders(), shares=[] if offer is None else offer.shares,
             fetch_s=self._fetch_s, replayed=replayed,
             told=f"at step {at} ({self._describe(restored, at, offer)}{f', new timeline {timeline}' if fork else ''}; "

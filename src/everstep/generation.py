@@ -13,6 +13,7 @@ from everstep.follow.keeper import common_base
 from everstep.format.documents import RANKS, GenerationDocument, TimelineDocument
 from everstep.opening import Opened
 from everstep.restore.plan import Line
+from everstep.store import shared
 from everstep.store.pools import remove_pools
 from everstep.store.runs import Listing, describe_writer
 
@@ -29,6 +30,8 @@ class Resumed:
     generation: int
     source: str = ""
     """`disk`, `pool` or `shadow`; empty: a new run."""
+    in_memory: bool = False
+    """Some of what it was made of is only in this host's memory: a shadow's state, or the log that one left."""
     is_new: bool = False
     """It stands on no base: it goes on where no other does, or not from the newest."""
     cursor: dict[str, Any] = field(default_factory=dict)
@@ -107,15 +110,15 @@ class Leftovers:
     def __init__(self, opened: Opened, found: Resumed, pools: list[str]) -> None:
         """`pools`: folders that earlier generations wrote."""
         self._opened, self._found = opened, found
-        self._has_shadow = found.source == "shadow" and opened.mode != "shadow"
+        self._in_memory = found.in_memory and opened.mode != "shadow"
         leaves_pool = found.source == "pool" and opened.mode != "snapshot"
         self._pools = pools if leaves_pool and not found.is_new else []
-        self.hold_the_state = self._has_shadow or leaves_pool
+        self.hold_the_state = self._in_memory or leaves_pool
         """What was resumed is nowhere else, until a base is stored."""
 
     def dismiss_shadow(self) -> None:
         """This generation has begun. A shadow that does not belong to it ends, unless it holds the state."""
-        if self._opened.mode != "shadow" and not self._has_shadow:
+        if self._opened.mode != "shadow" and not self._in_memory:
             recover.dismiss(self._opened.path, self._opened.run, self._found.generation)
 
     def base_stored(self, step: int) -> None:
@@ -125,9 +128,11 @@ class Leftovers:
             for rank in range(self._opened.ranks.size):
                 for folder in pools:
                     remove_pools(folder, rank)
-        if self._has_shadow:
-            self._has_shadow = False
-            recover.dismiss(self._opened.path, self._opened.run, self._found.generation)
+        if self._in_memory:
+            self._in_memory = False
+            path, run = self._opened.path, self._opened.run
+            recover.dismiss(path, run, self._found.generation)
+            shared.remove(shared.shared_folder(run, path.path), [path.rank])  # if no shadow was there to do it
 
     def drop_own_pool(self, step: int) -> None:
         """This generation ends with a base of this step: when every rank has one, whoever is last removes all pools."""

@@ -113,7 +113,8 @@ class Together:
         if at and num_ranks > 1 and was == num_ranks:
             training.warm(cursor)
         return replace(
-            resumed, source="shadow" if found.from_memory else "pool" if in_pool else "disk", cursor=cursor,
+            resumed, source="shadow" if found.from_memory else "pool" if in_pool else "disk",
+            in_memory=found.from_memory or found.era.needs_memory(at), cursor=cursor,
             proven=restored.proven, resized_from=was if was != num_ranks else 0,
             told=f"at step {at} on {num_ranks} rank{'s' if num_ranks > 1 else ''}"
             f"{' from the memory of all ranks’ shadows' if found.from_memory else ''}"

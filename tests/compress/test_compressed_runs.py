@@ -258,3 +258,49 @@ def test_nan_gradients_are_in_the_frame_bit_for_bit(tmp_path: Path) -> None:
     assert torch.equal(restored.view(torch.int32), p.view(torch.int32)) and restored.isnan().any()
     assert compressor.nonfinite_gradients == 1
     crash(run)
+
+
+def test_the_state_of_a_step_has_the_model_alone_and_no_residuals(tmp_path: Path) -> None:
+    training = Training(lambda: TopK(0.01))
+    with training.attach(tmp_path) as run:
+        run.resume()
+        go_on(run, training, 3)
+    state = everstep.open(tmp_path).state(3)
+    assert list(state) == ["model", "optimizer", "extras"]
+    assert not equal(dict(training.model.state_dict()), state["model"])
+
+
+@pytest.mark.parametrize("compressor_first", [True, False])
+def test_random_rounding_is_the_same_with_everstep_and_without_whatever_the_order_of_groups(
+    compressor_first: bool, tmp_path: Path
+) -> None:
+    """An optimizer may have parameters in another order than the model."""
+
+    def train(begin: int, end: int, path: Path | None) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(40, 20), torch.nn.ReLU(), torch.nn.Linear(20, 3))
+        groups = [{"params": [p for p in model.parameters() if p.dim() == dim]} for dim in (2, 1)]
+        optimizer = torch.optim.AdamW(groups, lr=1e-2)
+        compressor = Quantize(4, rounding="stochastic", error_feedback=True, residual="log")
+        if compressor_first:
+            compressor.attach(optimizer)
+        run = None
+        if path is not None:
+            run = everstep.attach(model, optimizer, path, quiet=True, follower=False, compress=compressor)
+            assert run.resume() == begin
+        if not compressor_first:
+            compressor.attach(optimizer)
+        for at in range(begin, end):
+            model(torch.randn(3, 40, generator=torch.Generator().manual_seed(at))).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if run is not None:
+                run.commit()
+        if run is not None:
+            run.flush()
+            crash(run)
+        return [p.detach().clone() for p in model.parameters()]
+
+    whole = train(0, 6, None)
+    train(0, 3, tmp_path)
+    assert not equal(whole, train(3, 6, tmp_path))

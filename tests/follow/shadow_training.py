@@ -48,7 +48,7 @@ SMALL = {"setup": "mlp", "family": "adamw-fused"}
 OPTIONS: dict[str, Any] = {"base_interval": 1000, "shadow_idle_s": 100.0}
 TOLD = (
     "step", "received_step", "folded_step", "shadow_pid", "shadows", "spilled_steps", "stall_s", "unprotected_since",
-    "base_step",
+    "base_step", "durable_step",
 )  # fmt: skip
 
 

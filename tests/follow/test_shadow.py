@@ -531,6 +531,25 @@ def test_when_both_are_killed_the_run_goes_on_from_disk_and_what_is_left_in_memo
     must_equal(made.result(), without_everstep(SMALL, 100), "after the loss of the host")
 
 
+@pytest.mark.parametrize("mode", ["delta", "snapshot"])
+def test_a_mode_without_a_shadow_brings_what_is_left_in_memory_to_disk_before_it_stands_on_it(
+    program: Callable[..., Program], mode: str
+) -> None:
+    made = program()
+    made.hold.touch()  # no shadow ever comes: its frames are in memory, and a base of step 0 on disk
+    made.start(20)
+    made.wait_now(lambda line: line["batches"] == 20 and line["durable_step"] == 20)
+    made.kill()
+    assert made.start(30, mode=mode) == 20
+    made.wait_now(lambda line: line["batches"] == 30 and line["durable_step"] == 30)
+    wait_for(lambda: not folder_of(made.run).exists(), "for what is in memory to go: nobody else removes it")
+    made.kill()
+    assert made.start(40, "save", mode=mode) == 30
+    made.wait_ended()
+    must_equal(made.result(), without_everstep(SMALL, 40), "after the loss of the memory")
+    assert everstep.open(made.run).verify().ok
+
+
 # ------------------------------------------------------------------------------------------ 6. who may not
 
 

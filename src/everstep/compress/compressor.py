@@ -41,10 +41,13 @@ class _Known:
 
     param: torch.Tensor
     index: int
+    """Its random numbers depend on this: it is the same with Everstep and without, and after a resume."""
     residual: torch.Tensor | None
     """Nobody writes to it: a step makes another. So whoever stores it may hold it by reference."""
     shown: torch.Tensor | None = None
     """A tensor that stays the same object and always has the residual's memory: what is stored."""
+    of_optimizer: bool = False
+    """Whether `index` is its place in the optimizers that the compressor is attached to."""
 
     def leave_out(self, rest: torch.Tensor) -> None:
         """This is the residual from now on."""
@@ -102,9 +105,11 @@ class Compressor(Generic[P]):
 
     def attach(self, optimizer: Optimizer) -> Any:
         """Compress gradients before each step of this optimizer. Returns a handle, whose remove() ends that."""
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                self._know(p)
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            known = self._know(p)
+            if not known.of_optimizer:
+                known.index = sum(k.of_optimizer for k in self._known.values())
+                known.of_optimizer = True
         return optimizer.register_step_pre_hook(self._before_step)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
@@ -235,7 +240,8 @@ class Compressor(Generic[P]):
         self.residuals = nn.Module()
         for index, (name, p) in enumerate(params.items()):
             known = self._know(p)
-            known.index = index
+            if not known.of_optimizer:
+                known.index = index
             if known.residual is not None:
                 # That of a DTensor is one, too: it belongs to those elements of the whole, and to no others.
                 shape = sharding.local(p).shape if sharding.is_sharded(p) else known.residual.shape

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from everstep import sharding, tree
-from everstep.atoms import Atom, owner_of_strays
+from everstep.atoms import RESIDUALS, Atom, owner_of_strays
 from everstep.errors import MismatchError
 from everstep.fold import OptimizerState, State, class_name
 from everstep.naming import UNDECLARED, Declared, Inventory, outer_of, take_inventory
@@ -218,8 +218,8 @@ def _placed(value: Any, p: torch.Tensor) -> Any:
 
 
 def public_state(state: State, extras: dict[str, Any]) -> dict[str, Any]:
-    """What History.state returns: plain nested dicts of whole tensors, by names."""
-    models: dict[str, dict[str, torch.Tensor]] = {m: {} for m in state.layout.models}
+    """What History.state returns: plain nested dicts of whole tensors, by names. Residuals of compression are no model's."""
+    models: dict[str, dict[str, torch.Tensor]] = {m: {} for m in state.layout.models if m != RESIDUALS}
     for atom in state.layout.atoms:
         if atom.owner not in models or not atom.persistent:
             continue

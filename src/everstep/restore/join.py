@@ -58,6 +58,10 @@ class Era:
         common = set.intersection(*(set(line.steps()) for line in self.lines))
         return sorted(n for n in common if self.high is None or n <= self.high)
 
+    def needs_memory(self, step: int) -> bool:
+        """Whether what this step is made of is on this host's disk only in part: see Line.needs_memory."""
+        return any(line.needs_memory(line.plans(step)[0]) for line in self.lines)
+
     def is_in_pool(self, step: int) -> bool:
         """Whether a rank has this step in a pool."""
         return any(step in line.bases and line.bases[step][0].in_pool for line in self.lines)

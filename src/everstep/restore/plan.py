@@ -96,6 +96,10 @@ class Line:
                 n += 1
         return sorted(found)
 
+    def needs_memory(self, plan: Plan) -> bool:
+        """Whether some of its frames are only in the memory of this host, in the log of a shadow."""
+        return any(self.segments[frame.path].in_memory for frame in plan.frames)
+
     def missing(self) -> list[int]:
         """Steps that were durable once, that nobody removed, and that cannot be restored any more."""
         steps = self.steps()

@@ -151,7 +151,7 @@ class Segment:
             if payload is None:
                 return False
             end = _decode(payload, SegmentEnd, self.path)
-            ends = (*end.offsets[1:], offset)
+            ends = (*end.offsets, offset)[1:]
             entries = zip(end.steps, end.offsets, end.footers, ends, strict=True)
             frames = [FrameEntry(s, b, f, self.path, self.generation, e) for s, b, f, e in entries]
             self.frames, self.end = frames, end
