@@ -489,7 +489,7 @@ class Run:
     def _stop(self, capture: Capture | States, finish: bool) -> None:
         if self._keeper is not None:
             self._keeper.let_go()
-        capture.flush()
+        capture.flush(None if finish else self._last_cursor)  # who finishes takes a base
         keeper = self._keeper
         healthy = not capture.errors()
         if finish and healthy and isinstance(keeper, ShadowKeeper):
@@ -502,7 +502,7 @@ class Run:
         if self._base_ready and healthy and isinstance(capture, Capture):
             self._durable = max(self._durable, capture.step if not capture.errors() else self._durable)
         errors = capture.errors()
-        if finish and not errors:
+        if not errors:
             self._warn_if_not_stored(capture)
         if errors and finish:
             raise StorageError(

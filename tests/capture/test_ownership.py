@@ -19,7 +19,7 @@ from torch import nn
 import everstep
 from everstep.capture import tap, watch
 from everstep.errors import AuditError
-from truth import Truth, check_history, check_resume, crash, gate, slow
+from truth import Truth, check_history, check_resume, crash, equal, gate, slow
 
 CLEAN = 7
 """Steps in which gradients are let go, so that later ones are held by reference."""
@@ -720,6 +720,74 @@ def test_gradients_left_on_the_parameters_go_on_after_a_resume(tmp_path: Any) ->
     for p, g in zip(model.parameters(), expected, strict=True):
         assert p.grad is not None and torch.equal(p.grad, g)
     crash(run)
+
+
+def grads_of(model: nn.Module) -> list[Any]:
+    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+def test_gradients_that_go_in_the_first_step_after_a_resume_do_not_come_back(tmp_path: Any) -> None:
+    """They are in the state that was resumed: the next one must say that it has none."""
+    for stop in range(1, 9):
+        model, optimizer = sgd()
+        run = everstep.attach(model, optimizer, tmp_path / "run", quiet=True, follower=False)
+        start = run.resume()
+        assert (model[0].weight.grad is not None) == (start in (3, 6))
+        for at in range(start + 1, stop + 1):
+            loss_of(model).backward()
+            optimizer.step()
+            if at not in (3, 6):
+                optimizer.zero_grad()
+            run.commit()
+        run.flush()
+        crash(run)
+    plain, optimizer = sgd()
+    for at in range(1, 9):
+        loss_of(plain).backward()
+        optimizer.step()
+        if at not in (3, 6):
+            optimizer.zero_grad()
+    assert not equal([p.detach() for p in plain.parameters()], [p.detach() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("mode", ["delta", "snapshot"])
+@pytest.mark.parametrize("in_base", [False, True])
+def test_gradients_of_parameters_in_no_optimizer_go_on_after_a_resume(mode: str, in_base: bool, tmp_path: Any) -> None:
+    """Nobody clears them, and clipping sees them; then one step does, and another gives them to the optimizer."""
+
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = mlp()
+        return model, torch.optim.SGD(model[4].parameters(), lr=0.05, momentum=0.9)
+
+    def turn(model: nn.Module, optimizer: torch.optim.Optimizer, at: int) -> None:
+        loss_of(model).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        if at == 4:
+            model.zero_grad()
+        if at == 6:
+            optimizer.add_param_group({"params": [model[0].weight]})
+
+    plain, optimizer = make()
+    truth = {0: grads_of(plain)}
+    for at in range(1, 10):
+        turn(plain, optimizer, at)
+        truth[at] = grads_of(plain)
+    for stop in range(1, 10):
+        model, optimizer = make()
+        run = everstep.attach(model, optimizer, tmp_path / "run", mode=mode, quiet=True)
+        start = run.resume()
+        assert not equal(truth[start], grads_of(model)), start
+        for at in range(start + 1, stop + 1):
+            turn(model, optimizer, at)
+            run.commit()
+        run.flush()
+        if in_base:
+            run.close()
+        else:
+            crash(run)
+    assert not equal([p.detach() for p in plain.parameters()], [p.detach() for p in model.parameters()])
 
 
 def test_gradients_zeroed_in_place_in_mid_run_are_zeros_after_a_resume(tmp_path: Any) -> None:

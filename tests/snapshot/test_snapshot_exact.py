@@ -427,6 +427,33 @@ def test_a_state_that_has_changed_before_it_could_be_stored_is_told_of(tmp_path:
     check_history(tmp_path / "run", truth, complete=False)
 
 
+def test_an_exception_right_after_a_commit_loses_no_committed_step(tmp_path: Path) -> None:
+    """As Ctrl-C while the next batch is loaded: the last step was not due, but its state is still there."""
+    model = linear()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    truth = noted(tmp_path / "run", model, optimizer, snapshot_interval=100)
+    with pytest.raises(KeyboardInterrupt), truth.run:
+        for n in range(5):
+            turn(model, optimizer, n)
+            truth.commit()
+        raise KeyboardInterrupt
+    model = linear()
+    crash(resumed(tmp_path / "run", model, torch.optim.AdamW(model.parameters(), lr=0.01), truth, 5))
+
+
+def test_an_exception_in_mid_step_tells_which_committed_step_is_not_stored(tmp_path: Path) -> None:
+    model = linear()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    truth = noted(tmp_path / "run", model, optimizer, snapshot_interval=100)
+    with pytest.warns(UnprotectedWarning, match="step 5 is not stored"), pytest.raises(ZeroDivisionError), truth.run:
+        for n in range(5):
+            turn(model, optimizer, n)
+            truth.commit()
+        turn(model, optimizer, 5)
+        _ = 1 / 0
+    assert everstep.open(tmp_path / "run").steps == [0]
+
+
 def _make(seed: int) -> Training:
     return build("lstm", "adamw", seed)
 

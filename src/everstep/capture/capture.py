@@ -23,6 +23,7 @@ from everstep.capture.pending import Audit, Item, PendingCommit, PendingLayout, 
 from everstep.capture.recorder import Destination, Recorder
 from everstep.capture.sent import Ledger
 from everstep.capture.snapshot import Snapshot
+from everstep.capture.strays import Strays
 from everstep.capture.structure import Structure
 from everstep.capture.tap import Tap
 from everstep.capture.watch import Watch
@@ -60,6 +61,7 @@ class Capture(Recorder):
             )
             for name, optimizer in optimizers.items()
         }  # fmt: skip
+        self._strays = Strays(inventory)
         self._watch = Watch(inventory, self._optimizers)
         self._auditor = Auditor(full=full_audit)
         self.offload = Offload(
@@ -156,6 +158,8 @@ class Capture(Recorder):
             if any(tap.accumulating() for tap in self.taps.values()):
                 return False  # the gradients of an accumulation are not in any frame: wait for its update
         now = cursor()  # may raise (an extra's state_dict): then everything stays pending
+        for item in self._strays.carried():
+            self.put(item)
         for tap in taps:
             for item in (*tap.changed_groups(), *tap.carried()):
                 self.put(item)
@@ -265,6 +269,7 @@ class Capture(Recorder):
             for uid in {uid for group in old.groups[name] for uid in group} - now:
                 if new.tensors.get(uid) is not old.tensors[uid]:  # else its state stays, though no group has it
                     self.put(PendingState(name, uid, None))
+        self._strays.follow(new)
         self._watch.reshaped = False
         self._watch.install(new)
         self._overwrites += 1
@@ -273,7 +278,8 @@ class Capture(Recorder):
 
     def is_as_committed(self) -> bool:
         """Whether the live state still is S(step): then a base of it can be taken."""
-        return not self.pending() and all(tap.carry_is_intact() for tap in self.taps.values())
+        intact = self._strays.carry_is_intact() and all(tap.carry_is_intact() for tap in self.taps.values())
+        return intact and not self.pending()
 
     def take_base(
         self, cursor: dict[str, Any], on_done: Callable[[Snapshot], None], *, copy: bool = False
@@ -333,6 +339,8 @@ class Capture(Recorder):
                 if kind != "zero":
                     index = live.add(uid, "grad", f"grad.{uid:016x}", grad.detach().clone(), settled=True)
                 out.append((uid, index))
+        for uid, grad in self._strays.carried_now():
+            out.append((uid, live.add(uid, "grad", f"grad.{uid:016x}", grad.detach().clone(), settled=True)))
         return tuple(out)
 
     # -- the end ------------------------------------------------------------------------------------------------------

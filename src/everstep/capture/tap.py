@@ -225,6 +225,9 @@ class Tap:
         """Time that hooks have taken from the training thread."""
         self.copied_bytes = 0
         self._read_groups()
+        for uid, g in zip(self.uids, map(self._grad_of, self.params), strict=True):
+            if g is not None and not g.is_sparse:  # S(step) has it: should it go before the next commit, that is told
+                self._carry_kinds[uid], self._carry_versions[uid] = "given", g._version
         self._handles = [
             optimizer.register_step_pre_hook(self._pre),
             optimizer.register_step_post_hook(self._post),
