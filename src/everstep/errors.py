@@ -28,6 +28,7 @@
     │   └── UnprovenWarning          a state came back that its audit does not prove to the last bit; says what of it
     ├── SetBackWarning               the newest state in a pool is damaged: an older one is taken
     ├── SlowResumeWarning            exact, but slower than it could be
+    ├── CostWarning                  exact, but each step costs more than it need
     ├── HiddenEditWarning            state was changed behind the version counters; it was caught and recorded
     ├── NonFiniteWarning             a gradient with NaN or infinite elements was left uncompressed
     └── UnprotectedWarning           training goes on, but steps are not being stored
@@ -156,6 +157,10 @@ class SetBackWarning(EverstepWarning):
 
 class SlowResumeWarning(EverstepWarning):
     """Resuming is exact, but slower than it could be."""
+
+
+class CostWarning(EverstepWarning):
+    """Every step is stored as it is, at a cost that a change of the training loop would save; says which."""
 
 
 class HiddenEditWarning(EverstepWarning):

@@ -790,6 +790,46 @@ def test_gradients_of_parameters_in_no_optimizer_go_on_after_a_resume(mode: str,
     assert not equal([p.detach() for p in plain.parameters()], [p.detach() for p in model.parameters()])
 
 
+def test_gradients_of_parameters_in_no_optimizer_are_stored_when_they_change(tmp_path: Any) -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model[4].parameters(), lr=0.05)
+    loss_of(model).backward()
+    model[0].requires_grad_(False)  # keeps its gradient of 36 KB
+    sizes = []
+    run = everstep.attach(model, optimizer, tmp_path / "run", quiet=True, follower=False)
+    run.resume()
+    for at in range(8):
+        loss_of(model).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if at == 5:
+            model[0].weight.grad.mul_(2.0)
+        before = run.stats()["log_bytes"]
+        run.commit(wait=True)
+        sizes.append(run.stats()["log_bytes"] - before)
+    crash(run)
+    assert sizes[5] > 36_000 and max(sizes[4], sizes[6], sizes[7]) < 30_000
+    grad = model[0].weight.grad.clone()
+    model[0].weight.grad = None
+    everstep.open(tmp_path / "run").restore(model, optimizer)
+    assert torch.equal(model[0].weight.grad, grad)
+
+
+def test_large_gradients_of_parameters_in_no_optimizer_are_warned_of_once(tmp_path: Any) -> None:
+    model = nn.Sequential(nn.Linear(600, 600), nn.Linear(600, 2))
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.05)
+    run = everstep.attach(model, optimizer, tmp_path / "run", quiet=True, follower=False)
+    run.resume()
+    with pytest.warns(everstep.errors.CostWarning, match="in no optimizer") as told:
+        for _ in range(3):
+            model(torch.randn(2, 600)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            run.commit()
+    assert len(told) == 1 and told[0].filename == __file__
+    run.close()
+
+
 def test_gradients_zeroed_in_place_in_mid_run_are_zeros_after_a_resume(tmp_path: Any) -> None:
     model, optimizer = sgd()
     trainer = Trainer(model, optimizer)
