@@ -64,8 +64,8 @@ class Strays:
         self._warned = True
         warnings.warn(
             f"{len(copies)} parameters that are in no optimizer have gradients, which nobody clears: they are state, so "
-            f"{num_bytes / 1e6:.0f} MB are copied and stored at every step for them. If they are not trained, freeze them by "
-            "requires_grad_(False); if they are, clear them by model.zero_grad()",
+            f"{num_bytes / 1e6:.0f} MB are copied and stored at every step for them. Freeze them by requires_grad_(False) "
+            "if they are not trained, else clear them by model.zero_grad()",
             CostWarning,
             stacklevel=5,
         )
