@@ -65,7 +65,7 @@ def restore(
     failures: list[CorruptionError] = []
     for plan in line.plans(step):
         try:
-            with _no_gc():
+            with no_gc():
                 return _execute(line, plan, live, num_workers or os.cpu_count() or 1, progress, only, shared)
         except CorruptionError as e:
             failures.append(e)
@@ -73,7 +73,7 @@ def restore(
 
 
 @contextlib.contextmanager
-def _no_gc() -> Iterator[None]:
+def no_gc() -> Iterator[None]:
     """Without the cycle collector: many small objects are made and none of them are in cycles."""
     enabled = gc.isenabled()
     gc.disable()

@@ -26,6 +26,7 @@ from everstep.restore.execute import (
     check_chain,
     layout_finder,
     load_base,
+    no_gc,
     not_audited,
     num_threads,
     open_frames,
@@ -137,12 +138,13 @@ class History:
             order_like(found.state, live)
             return found
 
-        restored = self._newest(step, timeline, take)
-        saved = cursors.decode(restored.state.cursor)["extras"]
-        if given:
-            cursors.check_same_extras(given, saved)
-        warn_if_unproven(restored)
-        apply(restored.state, models, optimizers, declared)
+        with no_gc():
+            restored = self._newest(step, timeline, take)
+            saved = cursors.decode(restored.state.cursor)["extras"]
+            if given:
+                cursors.check_same_extras(given, saved)
+            warn_if_unproven(restored)
+            apply(restored.state, models, optimizers, declared)
         cursors.load_extras(given, saved)
         return restored.state.step
 
