@@ -174,21 +174,31 @@ def test_warming_makes_the_buckets_that_were_recorded(
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_communication_hook_sees_no_bucket_before_training_and_all_of_them_in_it() -> None:
-    seen: list[tuple[str, ...]] = []
+@pytest.mark.parametrize("static_graph", [False, True])
+def test_a_communication_hook_sees_no_bucket_before_training_and_all_of_them_in_it(static_graph: bool) -> None:
+    seen: dict[int, tuple[str, ...]] = {}
+    last: list[bool] = []
 
     def hook(state, bucket):  # torch does not take annotations that are strings
         names = {id(p): name for name, p in new.module.named_parameters()}
-        seen.append(tuple(names[id(p)] for p in bucket.parameters()))
+        assert [p.shape for p in bucket.parameters()] == [g.shape for g in bucket.gradients()]
+        assert bucket.index() not in seen
+        seen[bucket.index()] = tuple(names[id(p)] for p in bucket.parameters())
+        last.append(bucket.is_last())
         return allreduce_hook(state, bucket)
 
-    old = trained()
-    new = ddp()
+    old = trained(static_graph=static_graph)
+    new = ddp(static_graph=static_graph)
     new.register_comm_hook(None, hook)
     warm({"model": new}, BucketOrders({"model": old}).value)
-    assert seen == []
-    backward(new)
-    assert set(seen) == buckets(old) and len(seen) == len(buckets(old))
+    assert seen == {}
+    assert new._comm_hooks == [(hook, None)]
+    for _ in range(3):
+        backward(new)
+        assert set(seen.values()) == buckets(old) and len(seen) == len(buckets(old)) == len(last)
+        assert sum(last) == 1
+        seen.clear()
+        last.clear()
 
 
 @pytest.mark.usefixtures("alone")

@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.futures import Future
 
 import everstep
 from everstep import codec, payloads
@@ -223,3 +225,22 @@ def test_a_residual_that_somebody_holds_is_not_written_to_any_more(make: Any) ->
         assert torch.equal(shown, compressor.state_dict()["residuals"][0])
         held.append((shown.detach(), shown.clone()))
     assert all(torch.equal(a, b) for a, b in held) and not torch.equal(held[0][0], held[1][0])
+
+
+class _FailedWork:
+    """A collective that another rank did not live to finish: nothing was written to its tensors."""
+
+    def get_future(self) -> Future[Any]:
+        failed: Future[Any] = Future()
+        failed.set_exception(RuntimeError("Connection closed by peer"))
+        return failed
+
+
+@pytest.mark.parametrize("compressor", [TopK(0.5), Quantize(8), Half("bf16")], ids=lambda c: type(c).__name__)
+def test_what_was_never_received_is_no_gradient(compressor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("all_gather", "all_reduce"):
+        monkeypatch.setattr(dist, name, lambda *args, **options: _FailedWork())
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    payload = compressor.compress(torch.randn(100), 0)
+    with pytest.raises(RuntimeError, match="Connection closed by peer"):
+        compressor.exchange([payload], [False], [0], None).wait()

@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -182,8 +183,10 @@ class _Module:
             ddp._static_graph_delay_allreduce_enqueued = False
             ddp.reducer._set_static_graph()
             ddp.logger._set_static_graph()
+        numbered = _Numbering() if ddp.static_graph else None
         for hook, state in hooks:
-            ddp.register_comm_hook(state, hook)
+            ddp.register_comm_hook(state, hook if numbered is None else numbered.around(hook))
+        ddp._comm_hooks = hooks
         if built_in:
             kinds = dist.BuiltinCommHookType  # type: ignore[attr-defined]
             ddp._register_builtin_comm_hook(getattr(kinds, built_in.rpartition(".")[2]))
@@ -192,4 +195,50 @@ class _Module:
         if order is not None:
             ddp.reducer._push_all_rebuilt_params()
             ddp._has_rebuilt_buckets = ddp.reducer._rebuild_buckets()
+            if numbered is not None and not any(self.sparse):
+                numbered.buckets = [bucket.parameters() for bucket in ddp.reducer._get_zeros_like_grad_buckets()]
             _given[ddp] = [self.names[i] for i in order]
+
+
+class _Numbering:
+    """In its first backward with static_graph=True a reducer hands over its buckets when all are full, one after the other,
+    and calls each of them the first: hooks would take them for that one's parameters. (DDP itself never sees it: it has
+    but one bucket then.)"""
+
+    def __init__(self) -> None:
+        self.buckets: list[list[torch.Tensor]] = []
+        """Parameters of those that are still to come in that backward."""
+        self._seen = 0
+
+    def around(self, hook: Any) -> Any:
+        @wraps(hook)
+        def numbered(state: Any, bucket: Any) -> Any:
+            if self._seen < len(self.buckets):
+                self._seen += 1
+                is_last = self._seen == len(self.buckets)
+                bucket = _Numbered(bucket, self._seen - 1, self.buckets[self._seen - 1], is_last)
+            return hook(state, bucket)
+
+        return numbered
+
+
+@dataclass
+class _Numbered:
+    """A dist.GradBucket that knows which one it is."""
+
+    _bucket: Any
+    _index: int
+    _parameters: list[torch.Tensor]
+    _is_last: bool
+
+    def index(self) -> int:
+        return self._index
+
+    def parameters(self) -> list[torch.Tensor]:
+        return self._parameters
+
+    def is_last(self) -> bool:
+        return self._is_last
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._bucket, name)

@@ -322,7 +322,12 @@ def _done(value: Any) -> "Future[Any]":
 def _all_reduced(buffer: torch.Tensor, world: int, group: Any) -> Future[torch.Tensor]:
     """As without a hook."""
     work: Any = dist.all_reduce(buffer.div_(world), group=group, async_op=True)
-    return _then(work.get_future(), lambda future: buffer)
+
+    def reduced(done: "Future[Any]") -> torch.Tensor:
+        done.value()  # raises if another rank has died
+        return buffer
+
+    return _then(work.get_future(), reduced)
 
 
 def gathered(
@@ -334,7 +339,8 @@ def gathered(
     found = [torch.empty_like(sent) for _ in range(dist.get_world_size(group))]
     work: Any = dist.all_gather(found, sent, group=group, async_op=True)
 
-    def merged(_: Any) -> tuple[list[P], list[bool]]:
+    def merged(done: "Future[Any]") -> tuple[list[P], list[bool]]:
+        done.value()  # raises if another rank has died: then `found` is not what anybody sent
         of_any = torch.stack([m[len(message) :] for m in found]).amax(dim=0)
         return merge([m[: len(message)] for m in found]), of_any.bool().tolist()
 

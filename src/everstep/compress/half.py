@@ -43,7 +43,8 @@ class Half(Compressor[Words]):
         message = torch.cat([words, torch.tensor(odd, dtype=words.dtype, device=words.device)])
         work: Any = dist.all_reduce(message, group=group, async_op=True)
 
-        def mean(_: Any) -> tuple[list[Words], list[bool]]:
+        def mean(done: Future[Any]) -> tuple[list[Words], list[bool]]:
+            done.value()  # raises if another rank has died: then `message` is not the sum
             *found, flags = torch.split(message, [*sizes, len(odd)])
             return [Words(w.clamp_(-self._largest, self._largest)) for w in found], (flags > 0).tolist()
 
