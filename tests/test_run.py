@@ -528,6 +528,9 @@ def test_real_schedulers_come_back(tmp_path: Any) -> None:
     [
         {"mode": "fast"}, {"durability": "maybe"}, {"on_error": "ignore"}, {"audit": "none"}, {"max_inflight_steps": 0},
         {"base_interval": 0}, {"unknown": 1}, {"retention": {"bases": 0}}, {"retention": {"max_bytes": -1}},
+        {"base_interval": "often"}, {"batch_steps": None}, {"retention": {"bases": "two"}}, {"rename": 5}, {"layout": 5},
+        {"mode": "snapshot", "pool": 5}, {"mode": "snapshot", "pool": b"/tmp"}, {"mode": "shadow", "shadow": 5},
+        {"mode": "shadow", "max_lag_bytes": "2 GB"}, {"mode": "shadow", "shadow_idle_s": None},
         {"retention": {"steps": 3}}, {"retention": 3}, {"extras": {"x": 3}}, {"extras": {1: None}}, {"extras": [3]},
     ],
     ids=str,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import ssl
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from typing import Any
 
 from everstep.capture.offload import DURABILITIES
@@ -104,6 +105,7 @@ class Options:
     quiet: bool = False
 
     def __post_init__(self) -> None:
+        self._check_types()
         if self.durability not in DURABILITIES:
             raise UsageError(f"durability must be one of {', '.join(DURABILITIES)}, not {self.durability!r}")
         if self.on_error not in ("raise", "warn"):
@@ -133,8 +135,8 @@ class Options:
         if not isinstance(self.retention, Retention):
             raise UsageError(f"retention must be an everstep.Retention, not {self.retention!r}")
         for name in ("batch_steps", "max_inflight_steps", "max_inflight_bytes", "base_interval", "segment_bytes"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name} must be at least 1, not {getattr(self, name)}")
+            if not isinstance(getattr(self, name), Real) or getattr(self, name) < 1:
+                raise UsageError(f"{name} must be a number from 1 on, not {getattr(self, name)!r}")
         if self.pool_mode not in (None, "direct", "staged", "disk"):
             raise UsageError(f"pool_mode must be 'direct', 'staged' or 'disk', not {self.pool_mode!r}")
         for name, least in (("pool_slots", 2), ("pool_memory", 0), ("snapshot_interval", 1)):
@@ -150,6 +152,23 @@ class Options:
             raise UsageError("tune=True needs follower=True: a base that the trainer takes is not measured")
         if not self.tune and (self.mtbf_s is not None or limited):
             raise UsageError("max_overhead, max_recovery_s, max_bytes and mtbf_s are for tune=True or mode='auto'")
+
+    def _check_types(self) -> None:
+        """Of what is used later, or elsewhere."""
+        if not isinstance(self.pool, str):
+            if not isinstance(self.pool, os.PathLike) or not isinstance(os.fspath(self.pool), str):
+                raise UsageError(f"pool must be the path of a folder, not {self.pool!r}")
+            object.__setattr__(self, "pool", os.fspath(self.pool))
+        if not isinstance(self.shadow, str):
+            raise UsageError(f"shadow must be an address, tcp://host:port, not {self.shadow!r}")
+        for name in ("shadow_idle_s", "max_lag_bytes", "shadow_streams"):
+            value = getattr(self, name)
+            if not isinstance(value, Real) and (name, value) != ("max_lag_bytes", None):
+                raise UsageError(f"{name} must be a number, not {value!r}")
+        if self.rename is not None and not isinstance(self.rename, Mapping) and not callable(self.rename):
+            raise UsageError(f"rename must be a function, or a dict of prefixes, not {self.rename!r}")
+        if not isinstance(self.layout, Sequence) or isinstance(self.layout, str):
+            raise UsageError(f"layout must be a list of patterns of everstep.layout, not {self.layout!r}")
 
     @property
     def of_snapshots(self) -> list[str]:

@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import everstep
+from everstep.capture.leaving import Leaving
 from everstep.errors import HiddenEditWarning, UnprotectedWarning
 from support import crash
 from truth import Truth, check_history, different, live_state
@@ -340,6 +341,28 @@ def test_edits_by_data_after_a_commit_are_noticed(late: bool, tmp_path: Path, mo
         truth.commit(wait=True)
     check_history(tmp_path / "run", truth, complete=False)
     truth.run.close()
+
+
+def test_edits_by_data_after_a_commit_are_in_no_base_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the base's thread is late for: what it then reads twice is the same both times."""
+    carry = Leaving.carry
+
+    def late(self: Leaving, *args: Any) -> None:
+        time.sleep(0.05)
+        carry(self, *args)
+
+    monkeypatch.setattr(Leaving, "carry", late)
+    model = linear()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    truth = noted(tmp_path / "run", model, optimizer, base_interval=1, snapshot_interval=100)
+    for n in range(4):
+        turn(model, optimizer, n)
+        truth.commit()
+        model[0].weight.data.mul_(1.01)
+        truth.run._capture.snapshot.wait()
+    crash(truth.run)
+    assert len(everstep.open(tmp_path / "run").steps) > 3
+    check_history(tmp_path / "run", truth, complete=False)
 
 
 def test_parameters_and_groups_that_are_added_get_another_pool_and_the_old_one_goes(tmp_path: Path) -> None:

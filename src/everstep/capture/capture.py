@@ -22,7 +22,7 @@ from everstep.capture.offload import Offload
 from everstep.capture.pending import Audit, Item, PendingCommit, PendingLayout, PendingState, PendingTensor
 from everstep.capture.recorder import Destination, Recorder
 from everstep.capture.sent import Ledger
-from everstep.capture.snapshot import Snapshot
+from everstep.capture.snapshot import COPY_AT_ONCE_BYTES, Snapshot
 from everstep.capture.strays import Strays
 from everstep.capture.structure import Structure
 from everstep.capture.tap import Tap
@@ -30,9 +30,6 @@ from everstep.capture.watch import Watch
 from everstep.errors import HiddenEditWarning
 from everstep.naming import Inventory
 from everstep.store.log import LogWriter
-
-COPY_AT_ONCE_BYTES = 64 << 20
-"""A base up to this size is copied on the training thread: quicker than to find out that it was disturbed."""
 
 
 class Capture(Recorder):

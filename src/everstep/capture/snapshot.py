@@ -17,6 +17,9 @@ from everstep.errors import StorageError
 from everstep.format.documents import Manifest
 from everstep.store.bases import BaseWriter
 
+COPY_AT_ONCE_BYTES = 64 << 20
+"""A base up to this size is copied on the training thread: quicker than to find out that it was disturbed."""
+
 
 class Snapshot:
     """One base on its way to disk."""

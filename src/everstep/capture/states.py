@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import queue
+import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -27,7 +28,7 @@ from everstep.capture.layerwise import Layerwise
 from everstep.capture.leaving import Event, Leaving, NoRoom, Room, Staging, Writer
 from everstep.capture.live import Described, Live, pack_hyper
 from everstep.capture.recorder import Destination, Recorder
-from everstep.capture.snapshot import Snapshot
+from everstep.capture.snapshot import COPY_AT_ONCE_BYTES, Snapshot
 from everstep.errors import HiddenEditWarning, PoolFullError, StorageError
 from everstep.format.documents import Manifest, StoredOptimizer
 from everstep.naming import Inventory
@@ -310,14 +311,15 @@ class States(Recorder):
         self._committed_at = job.committed_at = time.perf_counter()
         self._job = job
 
-    def _state_now(self, cursor: dict[str, Any], *, copy: bool = False) -> tuple[Described, Callable[[], dict[str, Any]]]:
-        """The live state as S(step), and what a manifest of it says beside its tensors."""
+    def _state_now(self, cursor: dict[str, Any], *, copy_up_to: int = 0) -> tuple[Described, Callable[[], dict[str, Any]]]:
+        """The live state as S(step), copied if it has at most so many bytes; and what a manifest says beside its tensors."""
         live, optimizers = self._live.describe()
         d, layout, hyper = self._destination, self.layout, self._hyper
         if layout.id not in self._layouts:
             self._write_layout(layout)
             self._layouts.add(layout.id)
         carried = self._carry(live)
+        copy = live.num_bytes <= copy_up_to
         for i, slot in enumerate(live.slots):
             if not live.settled[i] and (copy or slot.uid in self._volatile):
                 live.tensors[i], live.settled[i] = live.tensors[i].clone(memory_format=torch.preserve_format), True
@@ -551,7 +553,7 @@ class States(Recorder):
         if self.snapshot is not None:
             self.snapshot.guard()
             self.snapshot.wait()
-        live, fields = self._state_now(cursor, copy=copy)
+        live, fields = self._state_now(cursor, copy_up_to=sys.maxsize if copy else COPY_AT_ONCE_BYTES)
         d = self._destination
         self.wants_base = ""
         self.snapshot = Snapshot(

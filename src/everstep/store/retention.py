@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 
 from everstep.errors import UsageError
 from everstep.store import files
@@ -27,6 +28,10 @@ class Retention:
     """Remove nothing while the timeline takes less than this."""
 
     def __post_init__(self) -> None:
+        for name in ("bases", "every", "window_steps", "max_bytes", "min_bytes"):
+            value = getattr(self, name)
+            if not isinstance(value, Real) and not (value is None and name in ("every", "max_bytes")):
+                raise UsageError(f"{name} of a retention must be a number, not {value!r}")
         if self.bases < 1 or self.window_steps < 0:
             raise UsageError("retention must keep at least one base, and no negative number of steps")
         if (self.every is not None and self.every < 1) or (self.max_bytes is not None and self.max_bytes < 1):
