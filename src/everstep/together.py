@@ -94,8 +94,7 @@ class Together:
             ranks.first("compare their parameters", partial(check_replicas, held, hashes))
         else:
             resumed = self._apply(found, found.restored, resumed)
-        if ranks.size > 1:
-            # Their order is state: it decides in which order ranks are added up, and what hooks keep by bucket.
+        if self._has_buckets():
             resumed = replace(resumed, orders=BucketOrders(opened.training.models))
         ranks.all("start", lambda: self._begin(resumed))
         if ranks.rank == 0 and found.restored is not None:
@@ -110,7 +109,7 @@ class Together:
         in_pool = not found.from_memory and found.era.is_in_pool(at)
         cursor = self._cursor(restored, was, at)
         training.apply(restored, cursor)
-        if at and num_ranks > 1 and was == num_ranks:
+        if at and was == num_ranks and self._has_buckets():
             training.warm(cursor)
         return replace(
             resumed, source="shadow" if found.from_memory else "pool" if in_pool else "disk",
@@ -121,6 +120,10 @@ class Together:
             f"{f' (written by {was}: random numbers begin anew)' if was != num_ranks else ''}"
             f"{f', new timeline {resumed.timeline}' if resumed.is_new else ''}",
         )  # fmt: skip
+
+    def _has_buckets(self) -> bool:
+        """Whether the order of DDP's buckets is state: it decides how ranks are added up, and what hooks keep by bucket."""
+        return self._ranks.size > 1 or self._opened.training.compress is not None
 
     def _cursor(self, restored: Restored, was: int, at: int) -> dict[str, Any]:
         """The cursor for this rank: its own where the number of ranks is the same."""
