@@ -46,7 +46,8 @@ class Training:
         for _ in range(count):
             self.averages.quiet(*self.train(setting.base_interval, setting.batch_steps), setting.batch_steps)
             steps = setting.base_interval
-            made = BaseMade(num_bytes=3_000_000, write_s=0.05, num_folded=steps, fold_s=0.01 * steps)
+            fold_s = 0.01 * steps
+            made = BaseMade(num_bytes=3_000_000, write_s=0.05, num_folded=steps, fold_s=fold_s, fold_cpu_s=fold_s)
             self.averages.base(*self.train(5, setting.batch_steps, self.base_stall_s), made)
 
     def measured(self, rate=1 / 3600) -> Measured:
@@ -96,8 +97,37 @@ def test_a_recovery_corrects_what_is_expected_of_the_next():
     training.bases(3, Setting())
     before = training.measured()
     training.averages.recovered(0.5 * (0.05 + 100 * 0.01), 100)
-    assert training.measured().replay_s == pytest.approx(before.replay_s / 2)
-    assert training.measured().load_s == pytest.approx(before.load_s / 2)
+    after = training.measured()
+    assert after.load_s + 100 * after.replay_s == pytest.approx(0.5 * (0.05 + 100 * 0.01))
+    assert after.replay_s == pytest.approx(before.replay_s / 2, rel=0.1)
+    assert after.load_s == pytest.approx(before.load_s, rel=0.1)
+
+
+def test_a_short_recovery_tells_of_loading_and_little_of_replaying():
+    training = Training()
+    training.bases(3, Setting())
+    training.averages.recovered(0.5, 1)
+    after = training.measured()
+    assert after.load_s + after.replay_s == pytest.approx(0.5)
+    assert after.load_s > 0.45 and after.replay_s < 0.03
+
+
+def test_a_recovery_far_quicker_than_expected_leaves_nothing_below_zero():
+    training = Training()
+    training.bases(3, Setting())
+    training.averages.recovered(0.0, 2)
+    after = training.measured()
+    assert after.load_s > 0 and after.replay_s > 0
+
+
+def test_replaying_is_expected_to_take_what_folding_takes_on_all_cores():
+    averages = Averages()
+    made = {"num_bytes": 1000, "write_s": 0.1, "num_folded": 10, "fold_s": 2.0}
+    begun = Counters(step=0, trained_s=0.0, waited_s=0.0, hook_s=0.0, log_bytes=0, write_s=0.0, sync_s=0.0)
+    averages.base(begun, begun, BaseMade(**made, fold_cpu_s=1.0, num_cores=4))
+    given = {"failure_rate": 0.0, "memory_bytes": 1e9, "segment_bytes": 0, "copy_bytes_s": 1e9}
+    assert averages.measured(**given).replay_s == pytest.approx(0.025)
+    assert averages.measured(**given).fold_s == pytest.approx(0.2)
 
 
 def test_averages_go_on_from_what_was_kept():

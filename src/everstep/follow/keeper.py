@@ -233,7 +233,8 @@ class Keeper:
                 self.tuned.base_made(
                     BaseMade(
                         num_bytes=event["num_bytes"], write_s=event["seconds"] - event["fold_s"],
-                        num_folded=event["num_folded"], fold_s=event["fold_s"],
+                        num_folded=event["num_folded"], fold_s=event["fold_s"], fold_cpu_s=event["fold_cpu_s"],
+                        num_cores=os.cpu_count() or 1,
                     )
                 )  # fmt: skip
         elif event["event"] == "mismatch":

@@ -18,6 +18,9 @@ which Everstep was made: 0.9 % for 73 ms in steps of 0.8 s, 3.8 % for 65 ms in s
 PRIOR_S = 86400.0
 """A run of which nothing is known yet is taken to fail once in so long."""
 
+READ_SHARE = 1 / 3
+"""Of what the writer takes for a frame, to read it: by all cores, without encoding or copying."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Counters:
@@ -47,6 +50,10 @@ class BaseMade:
     num_folded: int
     """Steps; 0 if it had to load a base first, which is no measure of folding."""
     fold_s: float
+    fold_cpu_s: float
+    """Of that, processor time."""
+    num_cores: int = 1
+    """That a recovery would fold on."""
 
 
 class Averages:
@@ -99,13 +106,27 @@ class Averages:
         self.add("state_bytes", made.num_bytes)
         if made.num_folded:
             self.add("fold_s", made.fold_s / made.num_folded)
+            self.add("fold_by_all_s", made.fold_cpu_s / made.num_folded / made.num_cores)
             self.add("folded", made.num_folded)
 
     def recovered(self, seconds: float, num_steps: int) -> None:
-        """A state was loaded and so many steps were replayed: what that took over what was expected."""
-        expected = self.get("base_s") + num_steps * self.get("fold_s")
-        if expected > 0:
-            self.add("recovery", seconds / expected)
+        """A state was loaded and so many steps were replayed. What that took beyond what was expected is shared out to both
+        parts by how far each may be off: as far as it is long."""
+        load_s, replay_s = self._recovery()
+        replayed_s = num_steps * replay_s
+        total = load_s**2 + replayed_s**2
+        if total <= 0:
+            return
+        off_s = seconds - load_s - replayed_s
+        self.add("load_s", max(load_s + off_s * load_s**2 / total, load_s / 10))
+        if num_steps:
+            self.add("replay_s", max(replayed_s + off_s * replayed_s**2 / total, replayed_s / 10) / num_steps)
+
+    def _recovery(self) -> tuple[float, float]:
+        """Seconds to load a base and to replay a step. Until a recovery was seen: loading takes as long as writing, and
+        replaying what the follower's folding takes on all cores, or reading."""
+        otherwise_s = max(self.get("fold_by_all_s", self.get("fold_s")), READ_SHARE * self.get("write_s"))
+        return self.get("load_s", self.get("base_s")), self.get("replay_s", otherwise_s)
 
     def ready(self) -> bool:
         """Whether enough was seen for an opinion."""
@@ -115,17 +136,16 @@ class Averages:
         self, *, failure_rate: float, memory_bytes: float, segment_bytes: float, copy_bytes_s: float,
         contention: float = 0.0,
     ) -> Measured:  # fmt: skip
-        """What the model wants to know. Reading and replaying are taken to be as quick as writing and the follower's folding
-        are, until a recovery has shown by what factor they are not; a shadow's state is had at `copy_bytes_s`."""
+        """What the model wants to know; a shadow's state is had at `copy_bytes_s`."""
         write_s = max(self.get("write_s"), 1e-9)
         delays_s = self.get("waited_s") + self.get("hook_s") + contention * self.get("background_s")
         step_s = max(self.get("step_s") - delays_s, 1e-6)
         folding_s = contention * self.get("fold_s") * self.get("folded")  # while a base is made; the model counts it by step
-        frame_bytes, recovery = self.get("frame_bytes"), self.get("recovery", 1.0)
+        frame_bytes, (load_s, replay_s) = self.get("frame_bytes"), self._recovery()
         return Measured(
             step_s=step_s, state_bytes=self.get("state_bytes"), codecs=(Codec(name="auto", frame_bytes=frame_bytes),),
             disk_bytes_s=max(frame_bytes, 1.0) / write_s, sync_s=self.get("sync_s"), base_s=self.get("base_s"),
-            load_s=recovery * self.get("base_s"), replay_s=recovery * self.get("fold_s"), fold_s=self.get("fold_s"),
+            load_s=load_s, replay_s=replay_s, fold_s=self.get("fold_s"),
             fetch_s=self.get("state_bytes") / copy_bytes_s, ship_bytes_s=copy_bytes_s,
             hook_s=self.get("hook_s"), batch_stall_s=self.get("batch_stall_s"),
             base_stall_s=max(self.get("base_stall_s") - folding_s, INTERFERENCE * self.get("base_s")),
