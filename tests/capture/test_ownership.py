@@ -884,3 +884,29 @@ def test_training_in_a_forked_child_is_left_alone(pattern: str, tmp_path: Any) -
     truth.commit()
     crash(run)
     check_history(tmp_path / "run", truth)
+
+
+def test_a_parameter_that_is_exchanged_within_its_group_is_stored_at_the_commit(as_if_large: None, tmp_path: Any) -> None:
+    """The list stays the same, and the old parameter still has a gradient: only the commit compares the two."""
+    model = mlp()
+    loose = torch.nn.Parameter(torch.randn(40))
+    optimizer = torch.optim.AdamW([*model.parameters(), loose], lr=1e-2, fused=True)
+    run = everstep.attach(model, optimizer, tmp_path / "run", quiet=True, follower=False)
+    run.resume()
+    for t in range(STEPS):
+        if t == STEPS - 3:
+            old, loose = loose, torch.nn.Parameter(torch.randn(40))
+            optimizer.param_groups[0]["params"][-1] = loose
+            old.grad = torch.ones(40)
+        (loss_of(model) + loose.square().sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        run.commit()
+        run.flush()
+        state = everstep.open(tmp_path / "run").state()
+        found = [v for values in state["model"].values() for v in ([values] if torch.is_tensor(values) else [])]
+        held = [*found, *(v for s in state["optimizer"]["state"].values() for v in s.values())]
+        wanted = [*model.parameters(), *optimizer.state[loose].values()]
+        for tensor in wanted:
+            assert any(h.shape == tensor.shape and torch.equal(h, tensor.detach()) for h in held), t
+    crash(run)
