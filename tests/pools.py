@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ import torch
 
 from everstep.atoms import PIECE_ELEMENTS, Atom, Layout
 from everstep.format.documents import Manifest, StoredOptimizer
+from everstep.format.pool import HEADER_BYTES, SUPERBLOCK_BYTES, unpack_header, unpack_superblock
 from everstep.memory import Bytes
 from everstep.store.bases import BaseReader, Slot
 from everstep.store.medium import MakeMedium, Mapped
@@ -130,3 +131,15 @@ class FakePmem:
     def pmem_unmap(self, address: int, num_bytes: int) -> int:
         assert self.maps.pop(address)[1] == num_bytes
         return int(self._libc.munmap(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes)))
+
+
+def wipe_headers(file: str | os.PathLike[str], keep: Collection[int] = ()) -> None:
+    """Damage the headers of all slots of a pool but for those that hold these steps."""
+    with open(file, "r+b") as f:
+        g = unpack_superblock(f.read(SUPERBLOCK_BYTES), str(file))
+        for slot in range(g.num_slots):
+            f.seek(g.header_at(slot))
+            header = unpack_header(g, slot, f.read(g.header_bytes), str(file))
+            if header is not None and header.step not in keep:
+                f.seek(g.header_at(slot))
+                f.write(bytes(HEADER_BYTES))

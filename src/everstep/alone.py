@@ -19,7 +19,7 @@ from everstep.generation import Resumed, first_timeline, forked_already, next_ge
 from everstep.opening import Opened
 from everstep.restore.execute import Restored, check_before_replay, restore
 from everstep.restore.history import Step, check_step
-from everstep.restore.join import Era, latest_of, set_back, warn_if_set_back
+from everstep.restore.join import Era, is_newest, latest_of, set_back, warn_if_set_back
 from everstep.restore.plan import Line, line_files, line_of
 from everstep.store.runs import Listing, read_listing
 
@@ -144,7 +144,7 @@ class Alone:
         self._fetch_s += time.perf_counter() - begun
         if at and training.compress is not None:
             training.warm(cursor)
-        fork = offer is None and asked != "latest" and not _is_newest(line, at)
+        fork = offer is None and asked != "latest" and not is_newest(line, at)
         if fork:
             timeline = max(listing.timelines) + 1
             self._path.create_timeline(TimelineDocument(timeline, line.timelines[0], line.newest.generation, at))
@@ -217,11 +217,3 @@ def _has_finished_passes(cursor: dict[str, Any]) -> bool:
 def _is_where_it_began(offer: recover.Offer, line: Line) -> bool:
     """Whether a shadow that the newest generation never reached holds the state from which that one began."""
     return offer.generation == line.newest.parent and offer.step == line.newest.resume_step
-
-
-def _is_newest(line: Line, at: int) -> bool:
-    """False also when newer steps were lost: going on from here is a fork."""
-    try:
-        return at == line.latest()
-    except CorruptionError:
-        return False

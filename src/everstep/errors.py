@@ -9,7 +9,8 @@
     ├── MismatchError                model, optimizer or extras do not fit what the run holds
     ├── StepNotFoundError            this step cannot be restored; says which can
     ├── CorruptionError              bytes on disk are not what was written
-    │   └── CodecError               a payload that its codec cannot decode
+    │   ├── CodecError               a payload that its codec cannot decode
+    │   └── UnreadableError          bytes that the disk does not give back; also a StorageError
     ├── AuditError                   a replayed state does not have the hashes the trainer recorded
     ├── ReplayError                  an optimizer that cannot be built or replayed here
     ├── StorageError                 the disk refused: full, read-only, gone, I/O error
@@ -98,6 +99,10 @@ class ReplayError(EverstepError):
 
 class StorageError(EverstepError):
     """The storage refused an operation."""
+
+
+class UnreadableError(CorruptionError, StorageError):
+    """Bytes were written, and the disk does not give them back: a bad sector, a file that must not be read."""
 
 
 class PoolError(EverstepError):

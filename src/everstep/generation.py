@@ -112,7 +112,8 @@ class Leftovers:
         self._opened, self._found = opened, found
         self._in_memory = found.in_memory and opened.mode != "shadow"
         leaves_pool = found.source == "pool" and opened.mode != "snapshot"
-        self._pools = pools if leaves_pool and not found.is_new else []
+        # What is in them is history, if this goes on from it: not if another line is left behind.
+        self._pools = pools if opened.mode != "snapshot" and not found.is_new else []
         self.hold_the_state = self._in_memory or leaves_pool
         """What was resumed is nowhere else, until a base is stored."""
 

@@ -57,6 +57,14 @@ def outer_of(optimizer: Optimizer) -> Optimizer | None:
     return None if found is None else found()
 
 
+def follow_outer(optimizer: Optimizer) -> None:
+    """What schedulers have set in a ZeroRedundancyOptimizer, what it wraps has from now on, not only from its next step."""
+    outer = outer_of(optimizer)
+    if outer is not None:
+        for group, theirs in zip(optimizer.param_groups, outer.param_groups, strict=False):
+            group.update({k: v for k, v in theirs.items() if k != "params"})
+
+
 def unwrapped(module: nn.Module) -> nn.Module:
     """The user's module inside wrappers that add a prefix to names."""
     while True:
@@ -105,6 +113,8 @@ class Inventory:
     groups: dict[str, list[tuple[int, ...]]] = field(default_factory=dict)
     uid_of: dict[int, int] = field(default_factory=dict)
     """id of a live tensor -> uid"""
+    gathering: list[Any] = field(default_factory=list)
+    """Modules that have other parameters while they compute (FSDP2): sharding.let_go() gives them back their own."""
     matched: set[str] = field(default_factory=set)
     """Which of the declared patterns are about something here."""
 
@@ -192,7 +202,8 @@ def take_inventory(
     patterns = Patterns(declared.layout)
     of_residuals = Patterns((Local("*"),))
     found: dict[int, _Found] = {}
-    inventory = Inventory(Layout((), (), ()))
+    inventory = Inventory(Layout((), (), ()), gathering=sharding.gathering(models.values()))
+    sharding.let_go(inventory.gathering)
     for model_name, model in models.items():
         visited: set[int] = set()
         for prefix, module in walk(model):

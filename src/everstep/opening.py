@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from everstep import cursor as cursors
 from everstep import rng
 from everstep.atoms import RESIDUALS
-from everstep.capture import buckets
+from everstep.capture import buckets, layerwise
 from everstep.capture.tap import NEVER_REPLAYED
 from everstep.compress import Compressor
 from everstep.compress.agree import check_same, check_same_compressor
@@ -37,6 +37,9 @@ from everstep.restore.execute import Restored, warn_if_unproven
 from everstep.store import files
 from everstep.store.runs import RunPath, WriterLock
 from everstep.tune.choice import Decision
+
+MIN_SLOTS_OF_RANKS = 3
+"""Of each rank's pool: while one is being written, the step before the newest stays, for ranks that have come no further."""
 
 
 class Training:
@@ -175,6 +178,12 @@ def open_run(model: Any, optimizer: Any, run: Any, extras: dict[str, Any], optio
     modes = sorted(set(ranks.gather("say their mode", mode)))
     if len(modes) > 1:
         raise UsageError(f"all ranks must have one mode, not {' and '.join(modes)}")
+    intervals = ranks.all("look at what is asked for", lambda: _refuse(training, options, mode, ranks))
+    if any(each != intervals[0] for each in intervals):
+        raise UsageError(
+            f"with mode='snapshot' all ranks must have one base_interval and one snapshot_interval, not {intervals}: a step "
+            "counts when all have it"
+        )
     path = RunPath(run, ranks.rank)
     with contextlib.ExitStack() as undo:
         document, lock = _lock_together(path, ranks, undo)
@@ -189,6 +198,23 @@ def open_run(model: Any, optimizer: Any, run: Any, extras: dict[str, Any], optio
         if note:
             opened.say(f"everstep: optimizer {name!r}: {note}")
     return opened
+
+
+def _refuse(training: Training, options: Options, mode: str, ranks: Ranks) -> list[int | None]:
+    """UsageError for what snapshot mode cannot do with these objects, or with so many ranks. Nothing has been written.
+
+    Returns what all ranks must be given alike.
+    """
+    if mode != "snapshot":
+        return []
+    if options.layerwise:
+        layerwise.refuse(training.optimizers.values(), list(training.models.values()))
+    if ranks.size > 1 and options.pool_slots is not None and options.pool_slots < MIN_SLOTS_OF_RANKS:
+        raise UsageError(
+            f"pool_slots must be at least {MIN_SLOTS_OF_RANKS} with several ranks, not {options.pool_slots}: one of them "
+            "may be a step ahead, and of two slots it would have none that the others have"
+        )
+    return [options.base_interval, options.snapshot_interval]
 
 
 def _decide(path: RunPath, options: Options) -> Decision | None:

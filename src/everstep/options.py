@@ -63,7 +63,7 @@ class Options:
     """mode="snapshot": the folder for the pool: in memory (tmpfs) it survives the process, on a disk or in persistent memory
     the host; empty: in the run's own folder."""
     pool_slots: int | None = None
-    """mode="snapshot": states that the pool has places for; None: 3, or 4 with several ranks."""
+    """mode="snapshot": states that the pool has places for, from 2 on (3 with several ranks); None: 3, or 4 with several."""
     pool_mode: str | None = None
     """mode="snapshot": `direct`: straight into the pool's file; `staged`: copied in memory first; `disk`: written by large
     requests from memory of our own; None: what fits the folder, and copies are made of what would be late."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import copy
 import os
 import time
 import warnings
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -92,12 +94,24 @@ class Run:
         self._loader: Any = None
         self._pass_index = -1
         self._skipped_passes = False
+        self._between: int | None = None
+        """Since the last pass has ended, so many commits were asked for; None: a pass is under way, or none has begun."""
+        self._made = 0
+        """So many commits after the pass that was resumed had been made before: what leads to them is undone."""
+        self._loaders: list[weakref.ref[Any]] = []
+        """In the order in which they were first used."""
+        self._others: dict[int, list[Any]] = {}
+        """Generators of those that are not in use."""
         self._restored: Restored | None = None
         self._durable = -1
         self._base_ready = False
         self._unprotected_since: int | None = None
         self._next_retry = 0.0
         self._rebase = False
+        self._told_of_base = False
+        self._alone_after: int | None = None
+        """No base stands between this step and the next that is stored: steps between them cannot be restored. None: frames
+        of the log go on from what was stored before."""
         self._pools_before: list[str] = []
         self._leftovers: Leftovers | None = None
         self._torn = False
@@ -157,16 +171,19 @@ class Run:
         for _ in range(epochs):
             self._settle_pass()
             self._pass_index += 1
+            number = self._number_of(loader)
             saved = self._saved_position
             if saved is not None and self._pass_index < saved["pass"]:
-                self._skipped_passes = True
+                self._skip_pass()
                 continue
             self._loader = loader
             current = self._pass = self._open_pass(loader)
+            self._others = self._generators_but(number)
             for batch in current:
                 yield batch
                 self.commit()
             self._pass = current
+            self._between = 0
 
     def commit(self, wait: bool = False) -> int:
         """End step t: everything since the last commit becomes its frame. Nothing happened: nothing is committed.
@@ -174,6 +191,8 @@ class Run:
         Returns the step. `wait`: only when it is durable. Raises what went wrong in the background since the last.
         """
         capture = self._live()
+        if self._between is not None and self._was_made_before():
+            return capture.step
         begun = time.perf_counter()
         stalled = capture.stall_s
         self._look_at_errors(capture)
@@ -285,13 +304,19 @@ class Run:
         """The stages have started. What stands on no base that can be replayed from takes one now."""
         assert self._leftovers is not None
         if restored is None:
+            self._alone_after = found.step - 1
             self._cursor()
             self._take_base()
             return
         self._saved_position = found.cursor["data"]
         self._restored = restored
         self._last_cursor = {**found.cursor, "rng": rng.capture()}
-        if found.is_new or self._leftovers.hold_the_state or computes_differently(restored.fingerprint):
+        differently = computes_differently(restored.fingerprint)
+        if found.is_new or self._leftovers.hold_the_state or differently:
+            if found.is_new and (self._opened.ranks.size > 1 or found.resized_from):
+                self._alone_after = found.step - 1  # its parts may not be those that the step is stored in
+            elif self._leftovers.hold_the_state or differently:
+                self._alone_after = found.step
             self._take_base()
         else:
             self._base_ready = True
@@ -300,24 +325,90 @@ class Run:
 
     # -- data ---------------------------------------------------------------------------------------------------------
 
+    def _number_of(self, loader: Any) -> int | None:
+        """Which one it is, in the order of first use; None if that cannot be told."""
+        for number, known in enumerate(self._loaders):
+            if known() is loader:
+                return number
+        try:
+            self._loaders.append(weakref.ref(loader))
+        except TypeError:
+            return None
+        return len(self._loaders) - 1
+
+    def _generators_but(self, number: int | None) -> dict[int, list[Any]]:
+        """States of the generators that other loaders have: they decide on their next passes."""
+        alive = {n: known() for n, known in enumerate(self._loaders) if n != number}
+        found = {n: loaders.generator_states(each) for n, each in alive.items() if each is not None}
+        return {n: states for n, states in found.items() if states}
+
+    def _set_generators(self, saved: Mapping[int, list[Any]]) -> None:
+        """Of loaders that the program has used so far; it may be another program than the one that was killed."""
+        for number, states in saved.items():
+            loader = self._loaders[number]() if number < len(self._loaders) else None
+            if loader is not None:
+                loaders.set_generator_states(loader, states)
+
+    def _skip_pass(self) -> None:
+        """It was finished before. What comes after it in the user's code runs again, and is undone later."""
+        if not self._skipped_passes:
+            self._keep_apart()
+        self._skipped_passes = True
+        self._between = 0
+
+    def _keep_apart(self) -> None:
+        """The live optimizers have taken over the tensors of the restored state: from now on it has its own."""
+        assert self._restored is not None
+        for optimizer in self._restored.state.optimizers.values():
+            optimizer.state = copy.deepcopy(optimizer.state)
+
+    def _was_made_before(self) -> bool:
+        """Whether a commit between passes, in code that runs again after a resume, is part of the state already."""
+        assert self._between is not None
+        self._between += 1
+        if self._saved_position is not None:
+            return self._skipped_passes
+        if self._between > self._made:
+            return False
+        if self._between == self._made:
+            self._undo()
+        return True
+
+    def _undo(self) -> None:
+        """What has been done since the resume, without a commit: all is as it was then."""
+        restored, self._restored, self._made = self._restored, None, 0
+        if restored is not None and not self._commits:
+            assert self._found is not None
+            self._opened.training.apply(restored, self._found.cursor)
+            self._live().forget_changes()
+
     def _open_pass(self, loader: Any) -> loaders.Pass:
+        if self._made:
+            self._undo()
+        self._between = None
         saved, self._saved_position = self._saved_position, None
         if saved is None:
             return loaders.open_pass(loader, epoch=self._pass_index, state=None)
         assert self._restored is not None and self._found is not None
-        restored, self._restored = self._restored, None
+        restored = self._restored
         cursor, resized_from = self._found.cursor, self._found.resized_from
-        if self._skipped_passes and not self._commits:
-            # Code between the finished passes has run again (schedulers, validation): undo what it did.
-            self._opened.training.apply(restored, cursor)
-            self._live().forget_changes()
+        if self._skipped_passes:
+            self._undo()
+        self._made = 0 if resized_from else saved.get("commits", 0)
+        self._restored = restored if self._made else None
+        if self._made:
+            self._keep_apart()
+        self._set_generators({} if resized_from else saved.get("others", {}))
         if resized_from and saved["state"] is not None:
             rng.install(cursor["rng"])
             return self._open_resized(loader, saved["state"], resized_from)
         if saved["state"] is None:
             # The pass has not begun: what it draws when it begins comes from the generators as they were.
             if saved["generators"]:
-                loaders.set_generator_states(loader, saved["generators"])
+                if "loader" in saved:
+                    self._set_generators({saved["loader"]: saved["generators"]})
+                else:
+                    loaders.set_generator_states(loader, saved["generators"])
             rng.install(cursor["rng"])
             return loaders.open_pass(loader, epoch=self._pass_index, state=None)
         current = loaders.open_pass(loader, epoch=self._pass_index, state=saved["state"])
@@ -334,7 +425,7 @@ class Run:
     def _settle_pass(self) -> None:
         """Another pass begins: commit what was done after the last batch of one that was left early, which ends it."""
         if self._pass is not None:
-            self._pass = None
+            self._pass = self._between = None
             if self._live().pending():
                 self._pass_index += 1
                 try:
@@ -344,12 +435,17 @@ class Run:
 
     def _position(self) -> dict[str, Any]:
         current = self._pass
+        others: dict[str, Any] = {"others": self._others} if self._others else {}
         if current is not None:
-            return {"pass": self._pass_index, "state": current.state(), "generators": []}
+            made = {"commits": self._between} if self._between else {}
+            return {"pass": self._pass_index, "state": current.state(), "generators": [], **others, **made}
         if self._saved_position is not None:
             return self._saved_position
         generators = [] if self._loader is None else loaders.generator_states(self._loader)
-        return {"pass": max(self._pass_index, 0), "state": None, "generators": generators}
+        number = self._number_of(self._loader) if generators and len(self._loaders) > 1 else None
+        if number is not None:
+            others["loader"] = number
+        return {"pass": max(self._pass_index, 0), "state": None, "generators": generators, **others}
 
     def _cursor(self) -> dict[str, Any]:
         """The cursor of the step that is being committed."""
@@ -374,23 +470,34 @@ class Run:
         self._restored = None if self._saved_position is None else self._restored
         if self._commits == PACE_AFTER:
             self._say(self._pace_line(capture))
-        if self._rebase:
+        base = capture.snapshot
+        if self._rebase or (self._unprotected_since is not None and self._is_torn(capture)):
             self._rebase = False
             self._take_base()
             return
         if self._unprotected_since is not None:
             return
-        base = capture.snapshot
         if not self._base_ready and base and capture.step - base.step >= self._options.max_inflight_steps:
             # Nothing is durable before the first base is: no more steps than usual may hang on it.
             begun = time.perf_counter()
             capture.settle()
             base.wait()
             capture.stall_s += time.perf_counter() - begun
-        wanted = capture.wants_base or keeper.wants_base(capture.step, self._durable, capture.stored_bytes)
-        busy = capture.snapshot is not None and not capture.snapshot.done.is_set()
-        if wanted and not busy:
+        # With a base, one that this rank alone takes would not count where all must have it.
+        hurried = "" if keeper.is_by_number and self._base_ready else capture.wants_base
+        wanted = hurried or keeper.wants_base(capture.step, self._durable, capture.stored_bytes)
+        if base is not None and not base.done.is_set():
+            if not wanted or not keeper.is_by_number:
+                return
+            begun = time.perf_counter()
+            base.wait()
+            capture.stall_s += time.perf_counter() - begun
+        if wanted and not capture.errors():
             self._take_base()
+
+    def _is_torn(self, capture: Capture | States) -> bool:
+        """Whether the last base was disturbed, and nothing has failed."""
+        return self._torn and capture.snapshot is not None and capture.snapshot.done.is_set() and not capture.errors()
 
     def _take_base(self) -> None:
         copy, self._torn = self._torn, False
@@ -406,6 +513,8 @@ class Run:
             return
         first = not self._base_ready
         self._base_ready = True
+        self._alone_after = None
+        self._told_of_base = False
         if first:
             self._durable = max(self._durable, capture.synced_step)
         if first or isinstance(capture, States):  # elsewhere the log has told of this step before
@@ -415,12 +524,24 @@ class Run:
         self._leftovers.base_stored(snapshot.step)
 
     def _may_finish_base(self, step: int) -> bool:
-        """In the base thread: the first base (also after a failure) stands alone, later ones on the log before them."""
+        """In the base thread: the first base (also after a failure) stands alone, later ones on the log before them.
+
+        StorageError if that log has failed.
+        """
         capture = self._capture
-        if not self._base_ready or not isinstance(capture, Capture) or capture.offload.error is not None:
+        if not isinstance(capture, Capture):
             return True  # a base of a run without a log stands on nothing
-        if self._durable >= step and self._options.durability == "os":
+        if not self._base_ready:
+            first = step if self._alone_after is None else self._alone_after + 1
+            if first < step and self._keeper is not None:
+                self._keeper.never_stored(first, step - 1)
+            return True
+        is_os = self._options.durability == "os"
+        if self._durable >= step and is_os:
             capture.offload.flush(hard=True)
+        error = capture.offload.error
+        if error is not None and (self._durable < step or is_os):
+            raise StorageError(f"{self.path}: the base of step {step} was given up: the log before it failed") from error
         return self._durable >= step
 
     def _on_durable(self, step: int) -> None:
@@ -446,7 +567,9 @@ class Run:
                 f"{self.path}: steps after {self.durable_step} could not be stored: {error}. Everything up to step "
                 f"{self.durable_step} is safe and can be resumed"
             ) from error
-        if self._unprotected_since is None:
+        if self._base_ready and _has_log(capture):
+            self._base_failed(capture, error)
+        elif self._unprotected_since is None:
             self._unprotected_since = capture.step
             self._next_retry = time.monotonic() + 1.0
             warnings.warn(
@@ -456,14 +579,44 @@ class Run:
             )
         elif time.monotonic() >= self._next_retry:
             self._next_retry = time.monotonic() + 1.0
-            capture.restart()
-            self._base_ready = False
+            self._begin_anew(capture)
+
+    def _base_failed(self, capture: Capture | States, error: BaseException) -> None:
+        """Only a base did: every step is stored nevertheless."""
+        if not self._told_of_base:
+            self._told_of_base = True
+            self._next_retry = time.monotonic() + 1.0
+            warnings.warn(
+                f"{self.path}: a base could not be stored, and another one will be tried: {error}. Every step is stored "
+                "nevertheless, but going on from there takes longer",
+                UnprotectedWarning,
+                stacklevel=4,
+            )
+        elif time.monotonic() >= self._next_retry:
+            self._next_retry = time.monotonic() + 1.0
+            capture.snapshot = None
             self._rebase = True
-            if self._keeper is not None and self._durable >= 0:
-                try:
-                    self._keeper.never_stored(self._durable + 1, capture.step)
-                except StorageError:
-                    self._rebase = False  # still not back
+
+    def _begin_anew(self, capture: Capture | States) -> None:
+        """Storage may be back: what is stored from now on stands on a base that is taken at the next commit."""
+        assert self._found is not None and self._keeper is not None
+        if capture.snapshot is not None and not capture.snapshot.done.is_set():
+            return  # either it gives up, or it is the first one and makes more durable
+        if _has_log(capture):
+            capture.snapshot = None
+        else:
+            after = self._durable
+            if after < 0:
+                after = self._found.step if self._alone_after is None else self._alone_after
+            try:
+                # With the step that is under way: parts of its frame may have been dropped.
+                self._keeper.never_stored(after + 1, capture.step + 1)
+            except EverstepError:
+                return  # still not back
+            self._alone_after = after
+            self._base_ready = False
+            capture.restart()
+        self._rebase = True
 
     def _come_back(self, capture: Capture | States) -> None:
         if self._unprotected_since is not None and self._base_ready:
@@ -489,12 +642,14 @@ class Run:
     def _stop(self, capture: Capture | States, finish: bool) -> None:
         if self._keeper is not None:
             self._keeper.let_go()
+        if self._told_of_base and self._base_ready and _has_log(capture):
+            capture.snapshot = None  # the one that failed: another is taken now
         capture.flush(None if finish else self._last_cursor)  # who finishes takes a base
         keeper = self._keeper
         healthy = not capture.errors()
         if finish and healthy and isinstance(keeper, ShadowKeeper):
             keeper.store_log()
-        if finish and healthy and keeper is not None and keeper.base_step != capture.step and capture.is_as_committed():
+        if finish and healthy and keeper is not None and self._lacks_base(capture, keeper) and capture.is_as_committed():
             capture.take_base(self._last_cursor, self._on_base)
         capture.close(finish=healthy)
         if finish and healthy:
@@ -509,6 +664,12 @@ class Run:
                 f"{self.path}: steps after {self._durable} could not be stored: {errors[0]}"
             ) from errors[0]
 
+    def _lacks_base(self, capture: Capture | States, keeper: Keeper) -> bool:
+        """Whether there is no base of the last step, or one of a follower, which lacks the residuals of that step."""
+        if keeper.base_step != capture.step:
+            return True
+        return self._commits > 0 and isinstance(capture, Capture) and capture.has_newer_residuals()
+
     def _warn_if_not_stored(self, capture: Capture | States) -> None:
         if isinstance(capture, States) and self._durable < capture.step:
             warnings.warn(
@@ -519,10 +680,14 @@ class Run:
             )
 
     def _leave_pools(self, keeper: Keeper | None) -> None:
-        """Pools outside the run's folder are not left behind when the last step is on disk."""
+        """When the last step is on disk, neither pools outside the run's folder are left behind nor another mode's."""
         capture = self._capture
-        if isinstance(capture, States) and self._options.pool and keeper is not None and keeper.base_step == capture.step:
-            assert self._leftovers is not None
+        if capture is None or keeper is None or keeper.base_step != capture.step:
+            return
+        assert self._leftovers is not None
+        if not isinstance(capture, States):
+            self._leftovers.base_stored(capture.step)
+        elif self._options.pool:
             self._leftovers.drop_own_pool(capture.step)
 
     def _at_exit(self) -> None:
@@ -548,3 +713,8 @@ class Run:
             f"everstep: {self.path} · {a_step / 1e6:.2f} MB a step, {capture.step_s * 1e3:.1f} ms a step: "
             f"{a_day / 1e9:.1f} GB a day before retention, disk full in {hours:.1f} h without it"
         )
+
+
+def _has_log(capture: Capture | States) -> bool:
+    """Whether frames are being stored, whatever became of bases."""
+    return isinstance(capture, Capture) and capture.offload.error is None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from everstep.boxes import Box, whole
 
@@ -34,6 +36,19 @@ def box_of(tensor: torch.Tensor) -> Box:
         return whole(shape)
     mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
     return _box(shape, tuple(mesh.shape), tensor.placements, mesh.get_coordinate())  # type: ignore[attr-defined]
+
+
+def gathering(models: Iterable[nn.Module]) -> list[Any]:
+    """Modules that gather whole parameters to compute with (FSDP2)."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    kind = getattr(fsdp, "FSDPModule", None)
+    return [] if kind is None else [m for model in models for m in model.modules() if isinstance(m, kind)]
+
+
+def let_go(modules: Iterable[Any]) -> None:
+    """Parameters that modules have gathered are put back: after a forward without backward the outermost still has them."""
+    for module in modules:
+        module.reshard()
 
 
 def is_held(tensor: torch.Tensor) -> bool:

@@ -29,14 +29,25 @@ from everstep.errors import (
 )
 from everstep.follow import recover
 from everstep.follow.gather import Shadows, ShadowSource, common_step, leave_bases, reaches_all, writes_for
-from everstep.format.documents import RANKS, TimelineDocument
+from everstep.format.documents import RANKS, GenerationDocument, TimelineDocument
 from everstep.generation import Resumed, first_timeline, forked_already, next_generation, open_generation
 from everstep.naming import Inventory
 from everstep.opening import Opened
 from everstep.ranks import Holding, aliases_of, assign, check_replicas, hashes_of, holding_id, holdings
 from everstep.restore.execute import Restored
 from everstep.restore.history import Step, check_step
-from everstep.restore.join import Era, Joint, Source, fetch, joint_of, latest_of, order_like, set_back, warn_if_set_back
+from everstep.restore.join import (
+    Era,
+    Joint,
+    Source,
+    fetch,
+    is_newest,
+    joint_of,
+    latest_of,
+    order_like,
+    set_back,
+    warn_if_set_back,
+)
 from everstep.restore.plan import line_files, line_of
 from everstep.store.runs import Listing, read_listing
 
@@ -156,19 +167,23 @@ class Together:
             open_generation(self._opened, timeline, generation, None, 0, None, holding)
             return [timeline, generation, True]
         newest, source = joint.eras[0].newest, found.era
-        same = newest.holding == holding and newest.world_size == self._ranks.size
-        fork = not same or (at < latest_of(joint) if found.from_memory else at != joint.latest())
+
+        def fits(written: GenerationDocument) -> bool:
+            return written.holding == holding and written.world_size == self._ranks.size
+
+        is_older = at < latest_of(joint) if found.from_memory else not is_newest(joint, at)
+        fork = is_older or not fits(newest)
+        parent = source.newest if fork else newest
         timeline = joint.eras[0].lines[0].timelines[0]
         if fork:
             timeline = max(listing.timelines) + 1
             path.create_timeline(
-                TimelineDocument(timeline, source.newest.timeline, source.newest.generation, at, own_bases=not same)
+                TimelineDocument(timeline, parent.timeline, parent.generation, at, own_bases=not fits(parent))
             )
         for line in source.lines:
             path.sync(line_files(line, None))
-        parent = source.newest.generation if fork else newest.generation
         open_generation(
-            self._opened, timeline, generation, parent, at, None if asked == "latest" else asked, holding
+            self._opened, timeline, generation, parent.generation, at, None if asked == "latest" else asked, holding
         )
         return [timeline, generation, fork or source is not joint.eras[0]]
 
@@ -314,6 +329,8 @@ class Together:
                 "their parameters differently, give attach(rename=...)"
             )
         updated = {uid for groups in full.groups.values() for group in groups for uid in group}
+        # What joined its optimizer in mid-run may be in none yet; what is in another rank's alone is none of ours.
+        updated |= full.tensors.keys() - {h.uid for mine in held for h in mine if h.optimized}
         restored = fetch(
             source, full.layout.by_uid(), rank=self._ranks.rank, world_size=self._ranks.size,
             live=self._opened.training.optimizers, stateful=updated,

@@ -42,10 +42,17 @@ def test_a_save_that_is_waited_for_at_short_intervals_is_found_where_it_no_longe
 
     points = searched(point(4, overhead(4)).derived(), overhead)
     least, confirmed = intervals.found(points)
+    assert confirmed and overhead(least) < LIMIT and (least == 1 or overhead(least - 1) >= LIMIT)
+
+
+@given(cost=st.floats(0.05, 2.0), noise=st.lists(st.floats(0.3, 3.0), min_size=40, max_size=40))
+def test_costs_that_are_never_the_same_twice_still_lead_to_an_interval_and_one_below(cost, noise):
+    left = iter(noise)
+    points = searched(point(4, cost / 4).derived(), lambda k: cost / k * next(left, 1.0), most=64)
+    least, confirmed = intervals.found(points)
     if confirmed:
-        assert overhead(least) < LIMIT and (least == 1 or overhead(least - 1) >= LIMIT)
-    else:
-        assert least is None or overhead(least) < LIMIT
+        assert points[least].is_under and (least == 1 or not points[least - 1].is_under)
+    assert len(points) <= 2 * intervals.MOST_SEARCHES
 
 
 def test_what_stays_over_the_limit_is_not_reached():

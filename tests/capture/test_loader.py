@@ -380,7 +380,49 @@ class HasPythonRandom(ShufflesInIter):
         yield from self._random.sample(range(self.num_samples), self.num_samples)
 
 
-OWN_SAMPLERS = [ShufflesInIter, ShufflesEveryRound, HasNumpyGenerator, HasRandomState, HasPythonRandom]
+class CountsEpochs(ShufflesInIter):
+    """Nobody tells it the epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self.epoch)
+        self.epoch += 1
+        yield from torch.randperm(self.num_samples, generator=generator).tolist()
+
+
+class CountsEpochsAtTheEnd(CountsEpochs):
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self.epoch)
+        yield from torch.randperm(self.num_samples, generator=generator).tolist()
+        self.epoch += 1
+
+
+class HasState(CountsEpochs):
+    """Its number is hidden from whoever does not ask for its state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.past = [0]
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(len(self.past))
+        self.past.append(0)
+        yield from torch.randperm(self.num_samples, generator=generator).tolist()
+
+    def state_dict(self) -> dict[str, object]:
+        return {"past": list(self.past)}
+
+    def load_state_dict(self, state: dict[str, list[int]]) -> None:
+        self.past = list(state["past"])
+
+
+OWN_SAMPLERS = [
+    ShufflesInIter, ShufflesEveryRound, HasNumpyGenerator, HasRandomState, HasPythonRandom, CountsEpochs,
+    CountsEpochsAtTheEnd, HasState,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("sampler", [*OWN_SAMPLERS, DrawsEveryIndex])

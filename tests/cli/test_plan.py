@@ -58,6 +58,16 @@ def test_text_is_a_table_with_the_best_marked():
     assert text.splitlines()[-1].startswith("snapshot is for comparison")
 
 
+@pytest.mark.parametrize("ratio", ["1e-9", "1"])
+@pytest.mark.parametrize("disk", ["1e-18", "1e9"])
+@pytest.mark.parametrize("params, step_s", [("1e-9", "1e18"), ("1e18", "1e-9"), ("1e18", "1e18")])
+@pytest.mark.parametrize("mtbf_h", ["1e-12", "inf"])
+def test_whatever_is_taken_gives_numbers(params, step_s, mtbf_h, disk, ratio):
+    args = ["--params", params, "--step-s", step_s, "--mtbf-h", mtbf_h, "--disk-gbs", disk, "--topk-ratio", ratio]
+    planned(*args, "--compression", "topk", "--sync-ms", "1e20", "--max-overhead", "0.01")
+    assert runner.invoke(app, ["plan", *args, "--compression", "topk"]).exit_code == 0
+
+
 @pytest.mark.parametrize(
     "args, told",
     [
@@ -76,6 +86,14 @@ def test_text_is_a_table_with_the_best_marked():
         (["--params", "17M", "--step-s", "1", "--host-share", "2"], "host_share"),
         (["--params", "17M", "--step-s", "1", "--disk-gbs", "0"], "disk_bytes_s"),
         (["--params", "17M", "--step-s", "1", "--max-overhead", "0"], "max_overhead"),
+        (["--params", "17M", "--step-s", "1", "--sync-ms", "inf"], "sync_s"),
+        (["--params", "17M", "--step-s", "1", "--disk-gbs", "inf"], "disk_bytes_s"),
+        (["--params", "17M", "--step-s", "1", "--restart-s", "1e400"], "restart_s"),
+        (["--params", "1e307", "--step-s", "1"], "params"),
+        (["--params", "1e300B", "--step-s", "1"], "params"),
+        (["--params", "17M", "--step-s", "1e-300"], "step_s"),
+        (["--params", "17M", "--step-s", "1", "--mtbf-h", "1e-320"], "mtbf_s"),
+        (["--params", "17M", "--step-s", "1", "--ranks", "1" + 400 * "0"], "ranks"),
     ],
 )
 def test_nonsense_is_one_line_on_stderr_and_exit_code_2(args, told):

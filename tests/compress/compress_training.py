@@ -69,8 +69,7 @@ class Training:
         if case in SHARDED:
             self.model: nn.Module = fully_shard(model)
         else:
-            # Several buckets, but for PowerSGD, whose own callbacks then deadlock on gloo.
-            self.model = DDP(model, bucket_cap_mb=1 if case in TAPPED else 0.02)
+            self.model = DDP(model, bucket_cap_mb=0.02)
             self.model.register_comm_hook(self.compressor.state, self.compressor.hook)
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         if case in SHARDED:
@@ -216,6 +215,94 @@ def largest(run: Path) -> list[str]:
     return [] if grad is not None and bool((grad == 65504).all()) else [f"{grad}"]
 
 
+def alike_on_all_ranks(model: nn.Module) -> list[str]:
+    """Names of parameters whose gradients are not those of rank 0, bit for bit."""
+    found = []
+    for name, p in model.named_parameters():
+        assert p.grad is not None
+        mine = p.grad.to_dense().contiguous().view(-1).view(torch.uint8)
+        zeroth = mine.clone()
+        dist.broadcast(zeroth, 0)
+        if not torch.equal(mine, zeroth):
+            found.append(name)
+    return found
+
+
+def static(run: Path) -> list[str]:
+    """NaN of one rank in the first backward, in which DDP takes gradients out of its buckets before its callbacks run."""
+    found = []
+    for views in (False, True):
+        for make in (lambda: TopK(0.1), lambda: Quantize(), lambda: Half()):
+            torch.manual_seed(0)
+            model = DDP(nn.Linear(40, 30), static_graph=True, gradient_as_bucket_view=views)
+            compressor = make()
+            model.register_comm_hook(compressor.state, compressor.hook)
+            for at in range(3):
+                model.zero_grad()
+                x = torch.randn(4, 40, generator=torch.Generator().manual_seed(at + 10 * dist.get_rank()))
+                if (at, dist.get_rank()) == (0, 1):
+                    x[0, 3] = float("nan")
+                model(x).sum().backward()
+                case = f"{type(compressor).__name__}, views {views}, step {at}"
+                found += [f"{case}: {name} differs" for name in alike_on_all_ranks(model)]
+                if int(model.module.weight.grad.isnan().sum()) != (30 if at == 0 else 0):
+                    found.append(f"{case}: {model.module.weight.grad.isnan().sum()} NaN")
+    return found
+
+
+def sparse(run: Path) -> list[str]:
+    """Gradients of an embedding are the plain mean, whatever is done to others."""
+    found = []
+    for make in (lambda: TopK(0.1), lambda: Quantize(), lambda: Half()):
+        torch.manual_seed(0)
+        model = DDP(nn.Sequential(nn.Embedding(50, 8, sparse=True), nn.Linear(8, 3)))
+        compressor = make()
+        model.register_comm_hook(compressor.state, compressor.hook)
+        for at in range(3):
+            model.zero_grad()
+            rows = [torch.randint(50, (6,), generator=torch.Generator().manual_seed(at + 10 * r)) for r in range(2)]
+            model(rows[dist.get_rank()]).sum().backward()
+            table, linear = model.module
+            mean = torch.zeros(50, 8)
+            for index in torch.cat(rows):
+                mean[index] += linear.weight.detach().sum(dim=0) / 2
+            if not torch.allclose(table.weight.grad.to_dense(), mean):
+                found.append(f"{type(compressor).__name__}: not the mean at step {at}")
+            found += alike_on_all_ranks(model)
+    return found
+
+
+def in_range(run: Path) -> list[str]:
+    """The mean of large numbers is one, though their sum is not."""
+    found = []
+    for dtype, compressor in (
+        (torch.float16, TopK(1.0)), (torch.float32, TopK(1.0)), (torch.float64, TopK(1.0)), (torch.float32, Quantize()),
+        (torch.float32, Quantize(4)), (torch.float32, Half("bf16")),
+    ):  # fmt: skip
+        largest = torch.finfo(dtype).max
+        model = DDP(nn.Linear(10, 1, bias=False).to(dtype))
+        model.register_comm_hook(compressor.state, compressor.hook)
+        model(torch.full((1, 10), 0.99 * largest, dtype=dtype)).sum().backward()
+        grad = model.module.weight.grad
+        if not bool((grad > 0.8 * largest).all() and grad.isfinite().all()):
+            found.append(f"{compressor.describe()}, {dtype}: {grad}")
+        found += alike_on_all_ranks(model)
+    return found
+
+
+def buckets(run: Path) -> list[str]:
+    """PowerSGD with several buckets: its futures wait for messages of their own."""
+    torch.manual_seed(0)
+    model = DDP(nn.Sequential(*(nn.Linear(60, 60) for _ in range(6))), bucket_cap_mb=0.01)
+    tapped = power_sgd()
+    model.register_comm_hook(tapped.state, tapped.hook)
+    for at in range(20):
+        model.zero_grad()
+        x = torch.randn(8, 60, generator=torch.Generator().manual_seed(at + 100 * dist.get_rank()))
+        model(x).pow(2).sum().backward()
+    return alike_on_all_ranks(model) + ([] if len(tapped.state.p_memory_dict) > 2 else ["there was one bucket"])
+
+
 def resized(run: Path) -> list[str]:
     """Two ranks train and close; then there are more, or one: what each rank's residuals are, and what it was told."""
     found = []
@@ -246,7 +333,10 @@ def resized(run: Path) -> list[str]:
     return found
 
 
-SPECIAL = {"resized": resized, "different": different, "alike": alike, "largest": largest}
+SPECIAL = {
+    "resized": resized, "different": different, "alike": alike, "largest": largest, "static": static, "sparse": sparse,
+    "range": in_range, "buckets": buckets,
+}  # fmt: skip
 
 
 def begin(rank: int, folder: Path, world: int, generation: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,13 @@ import torch
 from torch import nn
 
 import everstep
-from everstep import codec
+from everstep import codec, payloads
 from everstep.compress import Half, Quantize, TopK
 from everstep.errors import MismatchError, UsageError
 from everstep.frame import Update
 from everstep.restore.execute import open_frames
 from everstep.restore.plan import line_of
+from everstep.store.bases import base_folder, read_manifest
 from everstep.store.runs import RunPath, read_listing
 from support import crash, equal
 
@@ -173,6 +175,73 @@ def test_after_a_clean_close_residuals_are_exactly_what_they_were(tmp_path: Path
         assert run.resume() == CRASH_AT
         go_on(run, training, STEPS)
     assert not equal(whole, training.state())
+
+
+@pytest.mark.parametrize("options", [{"follower": True}, {"mode": "shadow"}], ids=["follower", "shadow"])
+def test_after_a_clean_close_residuals_are_exact_where_a_follower_had_made_a_base_of_the_last_step(
+    options: Any, tmp_path: Path
+) -> None:
+    """Its residuals are those of the last multiple of base_interval."""
+    training = Training(lambda: TopK(0.01))
+    with training.attach(tmp_path, base_interval=4) as run:
+        run.resume()
+        go_on(run, training, 3)
+    training = Training(lambda: TopK(0.01))
+    with training.attach(tmp_path, base_interval=4, **options) as run:
+        assert run.resume() == 3
+        go_on(run, training, 7)
+        wait_for(lambda: run.stats()["base_step"] == 7)
+        assert read_manifest(base_folder(RunPath(tmp_path).bases(1), 7)).audit.startswith("folded")  # type: ignore[union-attr]
+    exact = training.residuals()
+    training = Training(lambda: TopK(0.01))
+    run = training.attach(tmp_path, base_interval=4)
+    assert run.resume() == 7
+    assert not equal(exact, training.residuals())
+    go_on(run, training, STEPS)
+    crash(run)
+    assert not equal(Training(lambda: TopK(0.01)).through(STEPS).state()["model"], dict(training.model.state_dict()))
+
+
+def test_a_run_that_is_closed_without_a_step_keeps_the_base_that_is_there(tmp_path: Path) -> None:
+    training = Training(lambda: TopK(0.01))
+    with training.attach(tmp_path, base_interval=4) as run:
+        run.resume()
+        go_on(run, training, 3)
+    manifest = Path(base_folder(RunPath(tmp_path).bases(1), 3), "manifest.json")
+    before = manifest.stat().st_ino
+    with Training(lambda: TopK(0.01)).attach(tmp_path, base_interval=4) as run:
+        assert run.resume() == 3
+    assert manifest.stat().st_ino == before
+
+
+def wait_for(true: Callable[[], bool], seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.02)
+
+
+def test_a_payload_that_no_reader_would_take_is_not_stored(tmp_path: Path) -> None:
+    """The writer encodes what was consumed."""
+    training = Training(lambda: Quantize())
+
+    def leave_nonsense(*_: Any) -> None:
+        for p in training.model.parameters():
+            if p.dim() == 2:
+                scales = torch.full((-(-p.numel() // 256),), float("nan"), dtype=torch.bfloat16)
+                payloads.leave(p, payloads.Codes(scales, torch.zeros(p.numel(), dtype=torch.int8), 256, 8))
+
+    training.optimizer.register_step_pre_hook(leave_nonsense)
+    run = training.attach(tmp_path)
+    run.resume()
+    go_on(run, training, 3)
+    assert run.stats()["reused_bytes"] == 0 and run.stats()["reused_void_bytes"] > 0
+    state = training.state()
+    crash(run)
+    training = Training(lambda: Quantize())
+    run = training.attach(tmp_path)
+    assert run.resume() == 3 and not equal(state, training.state())
+    crash(run)
 
 
 def test_a_follower_keeps_residuals_in_the_bases_that_it_makes(tmp_path: Path) -> None:

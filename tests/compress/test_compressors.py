@@ -244,3 +244,27 @@ def test_what_was_never_received_is_no_gradient(compressor: Any, monkeypatch: py
     payload = compressor.compress(torch.randn(100), 0)
     with pytest.raises(RuntimeError, match="Connection closed by peer"):
         compressor.exchange([payload], [False], [0], None).wait()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_quantize_makes_no_infinities_of_the_largest_numbers(bits: int, rounding: str) -> None:
+    """The scale is rounded up: the largest code times it may be out of range."""
+    largest = torch.finfo(torch.float32).max
+    for at, part in enumerate(torch.linspace(0.5, 1.0, 200).tolist()):
+        p = with_grad(torch.tensor([part * largest, -part * largest, 0.3 * largest, 0.0]))
+        Quantize(bits, rounding=rounding, seed=at)([p])
+        assert p.grad is not None and p.grad.isfinite().all()
+        taken = payloads.take([p])
+        assert taken is not None and taken[0] is not None
+        assert torch.equal(decoded(taken[0], 4), p.grad)
+        assert ((p.grad[:2].abs() / largest) - part).abs().max() < 1.5 * part / (2 ** (bits - 1) - 1)
+
+
+@EVERY_COMPRESSOR
+def test_an_empty_gradient_is_compressed_to_nothing(make: Any) -> None:
+    compressor = make()
+    payload = compressor.compress(torch.empty(0), 0)
+    out = torch.empty(0)
+    compressor.write(payload, out)
+    assert payload.numel == 0

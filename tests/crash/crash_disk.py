@@ -2,14 +2,15 @@
 
 Rules of this disk:
 - Bytes of a write, and a truncation, are volatile until a sync of that file that was *begun* after them.
-- A name (create, mkdir, rename, unlink, rmdir) is volatile until a sync of its folder; syncing a file does not make its
-  name durable, syncing a folder does not make the folder's own name durable.
+- A name (create, mkdir, rename, exchange, unlink, rmdir) is volatile until a sync of its folder; syncing a file does not
+  make its name durable, syncing a folder does not make the folder's own name durable.
 - At a crash each volatile operation happened or did not, whatever the others did; a write may have reached any of its
   512-byte sectors. What a file claims to hold but never got is zeros, or bytes that were on that disk before.
 - Of a mapped file any page may have been written at any time since its last sync, whatever became of the others: it
   holds a first part of what was stored to it, in order. (`Pages`; of persistent memory, any cache line.) A sync may be of
   a range of bytes only.
-- A rename is atomic. A process that is killed loses nothing of what it had handed to the operating system.
+- A rename is atomic, and so is an exchange of two names. A process that is killed loses nothing of what it had handed to
+  the operating system.
 """
 
 from __future__ import annotations
@@ -170,6 +171,10 @@ class Disk:
             target = self._parts(event.target)
             assert target[:-1] == parts[:-1], "renames stay within a folder"
             folder.change(index, {name: None, target[-1]: folder.live[name]})
+        elif event.op == "exchange":
+            target = self._parts(event.target)
+            assert target[:-1] == parts[:-1], "exchanges stay within a folder"
+            folder.change(index, {name: folder.live[target[-1]], target[-1]: folder.live[name]})
         else:
             file = folder.live[name]
             assert isinstance(file, File), f"{event.op} of {event.path}"

@@ -57,15 +57,20 @@ class Promise:
     began: bool = False
     written: int = -1
     """The last step of this era that was handed to the operating system."""
+    is_broken: bool = False
+    """The log has failed: what is written from now on stands on a base that is not there yet."""
 
     def hear(self, note: str, trusted: bool = True) -> None:
         if note == "era":
             self.num_eras += 1
-            self.written = -1
+            self.written, self.is_broken = -1, False
+        elif note == "failed":
+            self.written, self.is_broken = -1, True
         elif m := re.fullmatch(r"written (\d+)", note):
-            self.written = int(m[1])
+            self.written = -1 if self.is_broken else int(m[1])
         elif m := re.fullmatch(r"durable (-?\d+)", note):
             step = int(m[1])
+            self.is_broken = self.is_broken and step <= self.step
             if step >= 0:
                 self.began = True
                 if trusted and (self.era != self.num_eras or step > self.step):

@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import random
 import socket
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
-from remote_shadows import Proxy, Remote, Training, held, must_hold, wait_until
+from near_shadows import FullLog
+from remote_shadows import Proxy, Remote, Training, held, live, must_hold, wait_until
 
+import everstep
 from everstep.errors import LinkError, LinkRefused, UnprotectedWarning, UsageError
-from everstep.follow import fetch, remote, ship
+from everstep.follow import fetch, remote, serve, ship
+from everstep.follow.compact import Held
+from everstep.follow.shadow import Shadow
 from everstep.link import addresses, sockets
-from everstep.link.messages import VERSION, Bytes, Document, Hello
+from everstep.link.messages import VERSION, Ack, Bytes, Document, Frame, Hello, Resume
 from everstep.link.sockets import Channel
+from everstep.restore.apply import public_state
+from everstep.store import shared
 from everstep.store.runs import RunPath
 from support import crash, equal
 
@@ -137,6 +146,60 @@ def test_cut_connections_lose_nothing(remotes: Callable[..., Remote], tmp_path: 
     proxy.close()
 
 
+class Deaf:
+    """Trainers that do not hear what shadows say of their progress, while `now`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = True
+        hear = ship.RemoteShadow._hear
+
+        def heard(talk: ship.RemoteShadow, channel: Channel, message: Any) -> None:
+            if not (self.now and isinstance(message, Ack)):
+                hear(talk, channel, message)
+
+        monkeypatch.setattr(ship.RemoteShadow, "_hear", heard)
+
+
+def cut(shadow: Remote) -> None:
+    """The connection of the trainer."""
+    (hosted,) = shadow.host._runs.values()
+    channel = hosted.server._trainer
+    if channel is not None:
+        channel.close()
+
+
+@pytest.mark.parametrize("segment_bytes", [1, 100_000], ids=["one frame a segment", "several"])
+@pytest.mark.parametrize("is_told", [True, False], ids=["", "all is sent again"])
+def test_steps_that_were_folded_before_a_connection_was_cut_do_not_upset_what_is_received(
+    is_told: bool, segment_bytes: int, remotes: Callable[..., Remote], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared.MemoryPlace, "segment_bytes", segment_bytes)
+    deaf = Deaf(monkeypatch)
+    shadow = remotes()
+    training = Training()
+    run = training.attach(tmp_path / "run", shadow.address)
+    run.resume()
+    training.train(run, 22)
+    run.flush()
+    (hosted,) = shadow.host._runs.values()
+    wait_until(lambda: hosted.shadow.progress.folded == 22)
+    if not is_told:  # as if the welcome had said nothing
+        before = ship.RemoteShadow._before_resume
+
+        def all_again(talk: ship.RemoteShadow, channel: Channel, welcome: Any) -> None:
+            before(talk, channel, msgspec.structs.replace(welcome, step=-1))
+
+        monkeypatch.setattr(ship.RemoteShadow, "_before_resume", all_again)
+    deaf.now = False
+    cut(shadow)
+    if is_told:
+        wait_until(lambda: run.stats()["folded_step"] == 22)
+    for until in (25, 26, 60):
+        training.train(run, until)
+        must_hold(held(run, shadow.address), training, run)
+    run.close()
+
+
 def test_bytes_that_change_on_the_way_are_noticed_and_sent_again(remotes: Callable[..., Remote], tmp_path: Path) -> None:
     shadow = remotes()
     lot = random.Random(7)
@@ -197,6 +260,79 @@ def test_a_shadow_that_lost_everything_gets_a_new_base_and_says_that_there_was_a
         second.close()
 
 
+@pytest.mark.filterwarnings("ignore::everstep.errors.HiddenEditWarning")
+def test_after_a_mismatch_it_gets_a_new_base(
+    remotes: Callable[..., Remote], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    once = ["a weight"]
+    fold = Held.fold
+
+    def meddled(held: Held, frames: Any, fingerprint: Any) -> list[str]:
+        found = fold(held, frames, fingerprint)
+        return [once.pop()] if once and frames[-1].step > 10 else found
+
+    monkeypatch.setattr(Held, "fold", meddled)
+    shadow = remotes()
+    training = Training()
+    run = training.attach(tmp_path / "run", shadow.address)
+    run.resume()
+    training.train(run, 10)
+    must_hold(held(run, shadow.address), training, run)
+    deadline = time.monotonic() + 20
+    while once or run.stats()["folded_step"] < 15:
+        assert time.monotonic() < deadline, (run.stats(), shadow.said)
+        training.train(run, run.step + 1)
+        time.sleep(0.02)
+    must_hold(held(run, shadow.address), training, run)
+    run.close()
+
+
+def test_it_gets_over_steps_that_the_trainer_could_not_store(
+    remotes: Callable[..., Remote], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = FullLog(monkeypatch)
+    shadow = remotes()
+    training = Training()
+    run = training.attach(tmp_path / "run", shadow.address, on_error="warn")
+    run.resume()
+    training.train(run, 5)
+    must_hold(held(run, shadow.address), training, run)
+    full.lose_steps(training, run)
+    for _ in range(2):
+        training.train(run, run.step + 5)
+        must_hold(held(run, shadow.address), training, run)
+        cut(shadow)
+    run.close()
+
+
+def test_who_comes_while_a_shadow_ends_gets_the_base_that_it_left(
+    remotes: Callable[..., Remote], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shadow = remotes()
+    training = Training()
+    run = training.attach(tmp_path / "run", shadow.address)
+    run.resume()
+    training.train(run, 7)
+    must_hold(held(run, shadow.address), training, run)
+    expected = live(training, run)
+    crash(run)
+    (hosted,) = shadow.host._runs.values()
+    close, is_closing = Shadow._close, threading.Event()
+
+    def slow(ending: Shadow) -> None:
+        is_closing.set()
+        time.sleep(0.5)
+        close(ending)
+
+    monkeypatch.setattr(Shadow, "_close", slow)
+    hosted.shadow.end(base=True)
+    assert is_closing.wait(30)
+    offer = fetch.find_all([shadow.address], RunPath(run.path), run._opened.run)
+    assert offer is not None and offer.step == 7
+    assert not equal(dict(public_state(offer.fetch(), {})["model"]), expected["model"])
+    offer.release()
+
+
 def test_without_the_token_nobody_is_let_in(remotes: Callable[..., Remote], tmp_path: Path) -> None:
     shadow = remotes(token=b"a token of some length")
     training = Training()
@@ -212,6 +348,65 @@ def test_without_the_token_nobody_is_let_in(remotes: Callable[..., Remote], tmp_
     run.close()
 
 
+def test_strangers_take_few_places_and_only_until_they_go(
+    remotes: Callable[..., Remote], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "_MAX_STRANGERS", 4)
+    shadow = remotes(token=b"a token of some length")
+    training = Training()
+    run = training.attach(tmp_path / "run", shadow.address, shadow_token="a token of some length")
+    run.resume()
+    training.train(run, 3)
+    must_hold(held(run, shadow.address, token=b"a token of some length"), training, run)
+    strangers = [socket.create_connection(("127.0.0.1", shadow.port)) for _ in range(10)]
+    wait_until(lambda: sum(is_closed(each) for each in strangers) == 6)
+    training.train(run, 5)  # who is known is not concerned
+    run.flush()
+    wait_until(lambda: run.stats()["folded_step"] == 5)
+    for each in strangers:
+        each.close()
+    wait_until(lambda: shadow.host._strangers._value == 4)
+    must_hold(held(run, shadow.address, token=b"a token of some length"), training, run)
+    run.close()
+
+
+def is_closed(sock: socket.socket) -> bool:
+    """By the other end."""
+    try:
+        return sock.recv(1, socket.MSG_DONTWAIT) == b""
+    except BlockingIOError:
+        return False
+    except ConnectionError:
+        return True
+
+
+class Listener:
+    """A socket on which connections cannot be taken, until it is closed."""
+
+    def __init__(self) -> None:
+        self.errors = [errno.EMFILE, errno.ECONNABORTED, errno.EMFILE, errno.EBADF]
+
+    def accept(self) -> Any:
+        code = self.errors.pop(0)
+        raise OSError(code, os.strerror(code))
+
+    def fileno(self) -> int:
+        return 7 if self.errors else -1
+
+
+@pytest.mark.parametrize("where", ["here", "elsewhere"])
+def test_a_connection_that_cannot_be_taken_does_not_end_a_shadow(where: str, tmp_path: Path) -> None:
+    def none(rank: int) -> Any:
+        raise AssertionError
+
+    host: Any = serve.LocalHost("ab" * 16, none)
+    if where == "elsewhere":
+        host = remote.Host(str(tmp_path), token=None, tls=None, interval=1, max_bytes=1, idle_s=1.0, say=print)
+    listener = Listener()
+    host.accept(listener)
+    assert not listener.errors
+
+
 def test_it_does_not_listen_beyond_this_machine_without_a_token(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="token"):
         remote.main(
@@ -224,6 +419,10 @@ def test_names_that_lead_elsewhere_and_sizes_out_of_bounds_are_refused(
     remotes: Callable[..., Remote], tmp_path: Path, shm: Path
 ) -> None:
     shadow = remotes(max_bytes=1 << 20)
+    training = Training()
+    run = everstep.attach(training.model, training.optimizer, tmp_path / "run", mode="delta", quiet=True)
+    run.resume()
+    run.close()
     attempts: list[tuple[Any, int]] = [
         (Document("run.json/x"), 10),
         (Document("timelines/0001/log/rank-00000/g000001-000000000001.frames"), 10),
@@ -238,10 +437,14 @@ def test_names_that_lead_elsewhere_and_sizes_out_of_bounds_are_refused(
     for message, size in attempts:
         with contextlib.ExitStack() as stack:
             channel = stack.enter_context(Channel(addresses.connect(shadow.address), lambda m, n: None))
-            sockets.introduce(channel, Hello(VERSION, "ab" * 16, "somewhere", 1, 1, 0, "train", {}))
+            sockets.introduce(channel, Hello(VERSION, run._opened.run, "somewhere", 1, 1, 0, "train", {}))
+            for name in ("run.json", "timelines/0001/timeline.json", "timelines/0001/generations/000001.json"):
+                channel.send(Document(name), (tmp_path / "run" / name).read_bytes())
+            channel.send(Resume(1, 1, 0))
             with pytest.raises(LinkError):
                 channel.send(message, bytes(size))
-                channel.receive(10.0)
+                while channel.receive(10.0):
+                    pass
                 raise AssertionError(f"{message} was taken")
         wait_until(lambda: all(h.server._trainer is None for h in shadow.host._runs.values()))
     assert sum(f.stat().st_size for f in shm.rglob("*") if f.is_file()) <= 1 << 20
@@ -258,6 +461,57 @@ def test_a_second_trainer_and_an_older_generation_are_refused(remotes: Callable[
         with Channel(addresses.connect(shadow.address), lambda m, n: None) as channel, pytest.raises(LinkRefused):
             sockets.introduce(channel, Hello(VERSION, run._opened.run, run.path, 1, generation, 0, "train", {}))
     training.train(run, 6)
+    must_hold(held(run, shadow.address), training, run)
+    run.close()
+
+
+def test_who_says_that_he_is_of_a_later_generation_and_brings_nothing_of_it_changes_nothing(
+    remotes: Callable[..., Remote], tmp_path: Path
+) -> None:
+    shadow = remotes()
+    training = Training()
+    run = training.attach(tmp_path / "run", shadow.address)
+    run.resume()
+    training.train(run, 5)
+    must_hold(held(run, shadow.address), training, run)
+    (hosted,) = shadow.host._runs.values()
+    late = Hello(VERSION, run._opened.run, run.path, 1, 10**9, 0, "train", {})
+    segment = f"memory/{hosted.inbox._name}"
+    claims: list[Any] = [
+        Resume(10**9, 1, 5), Resume(1, 1, 5), Frame(6, segment, 0, 0, 0, 6), (Bytes(segment, hosted.inbox._got), b"0000"),
+    ]  # fmt: skip
+    for claim in claims:
+        with Channel(addresses.connect(shadow.address), lambda m, n: None) as channel:
+            sockets.introduce(channel, late)
+            channel.send(*(claim if isinstance(claim, tuple) else (claim,)))
+            with pytest.raises(LinkError):
+                while channel.receive(10.0):
+                    pass
+    with Channel(addresses.connect(shadow.address), lambda m, n: None) as channel:
+        sockets.introduce(channel, late)  # and stays
+        training.train(run, 8)
+        must_hold(held(run, shadow.address), training, run)
+        cut(shadow)
+        training.train(run, 12)
+        must_hold(held(run, shadow.address), training, run)
+    assert run.stats()["base_step"] == 0, "nothing was forgotten"
+    run.close()
+
+
+def test_a_frame_that_is_said_to_be_of_another_step_is_not_taken(remotes: Callable[..., Remote], tmp_path: Path) -> None:
+    shadow = remotes()
+    training = Training()
+    run = training.attach(tmp_path / "run", shadow.address)
+    run.resume()
+    training.train(run, 5)
+    must_hold(held(run, shadow.address), training, run)
+    (hosted,) = shadow.host._runs.values()
+    last = run._capture.offload._log.last
+    assert last is not None
+    path = os.path.join(hosted.inbox._place().folder, os.path.basename(last.path))
+    assert hosted.inbox.problem(last._replace(path=path)) == "", "said twice"
+    assert hosted.inbox.problem(last._replace(path=path, step=2**62))
+    training.train(run, 12)
     must_hold(held(run, shadow.address), training, run)
     run.close()
 

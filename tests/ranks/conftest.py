@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from killing import shadows_in
+from threaded import Threads
 from workers import World
 
 
@@ -19,6 +20,11 @@ from workers import World
 def world() -> Iterator[World]:
     with World(4) as world:
         yield world
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> Threads:
+    return Threads(monkeypatch)
 
 
 @pytest.fixture

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from builders import one, whole_state
 from layouts import LAYOUTS
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from transformer import TIED, global_batch
 
 import everstep
@@ -193,3 +195,49 @@ def fail_on(rank: int) -> None:
 def wait_for_ever() -> None:
     dist.barrier()
     time.sleep(1000)
+
+
+# ------------------------------------------------------------------------------------------ what layouts do not show
+
+
+def train_zero(run_path: str) -> dict[str, Any]:
+    """Three steps with a scheduler; the learning rates that the first and the next step have."""
+    torch.manual_seed(0)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1.0)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    with everstep.attach(model, optimizer, run_path, extras={"scheduler": scheduler}, quiet=True) as run:
+        begun = run.resume()
+        rate = optimizer.param_groups[0]["lr"]
+        for _ in range(3):
+            model(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            run.commit()
+    return {"begun": begun, "rate": rate, "rate_after": optimizer.param_groups[0]["lr"]}
+
+
+def evaluate_fsdp(run_path: str, mode: str) -> dict[str, Any]:
+    """Three steps, each followed by an evaluation; the losses there before and after."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 8))
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+
+    def loss() -> float:
+        with torch.no_grad():
+            return float(model(torch.ones(2, 8)).square().sum())
+
+    loss()
+    with everstep.attach(model, optimizer, run_path, mode=mode, quiet=True) as run:
+        begun = run.resume()
+        before = loss()
+        for _ in range(3):
+            model(torch.ones(2, 8)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            loss()
+            run.commit()
+        after = loss()
+    return {"begun": begun, "loss": before, "loss_after": after}

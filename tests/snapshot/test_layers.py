@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -203,3 +204,45 @@ def test_what_clipping_leaves_behind_later_is_never_stored(tmp_path: Path, truth
     with pytest.raises(LayerwiseError):
         run.close()
     assert check_all(tmp_path / "run", truth)[-1] == 8
+
+
+def unmovable(kind: str) -> tuple[nn.Module, Any]:
+    """A model and optimizers whose parameters must not be updated in backward."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    if kind == "another parameter":
+        return model, torch.optim.LBFGS(model.parameters())
+    if kind == "same memory":
+        model[1].weight = nn.Parameter(model[0].weight.data)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, {"a": optimizer, "b": torch.optim.SGD(model.parameters(), lr=0.1)} if kind == "twice" else optimizer
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [("another parameter", "LBFGS"), ("same memory", "two parameters in the same memory"), ("twice", "two optimizers")],
+)
+def test_what_must_not_be_updated_in_backward_is_refused_at_attach(kind: str, said: str, tmp_path: Path) -> None:
+    model, optimizer = unmovable(kind)
+    with pytest.raises(UsageError, match=f"layerwise=True.*{said}"):
+        everstep.attach(model, optimizer, tmp_path / "run", mode="snapshot", layerwise=True, quiet=True)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_resume_that_is_refused_leaves_no_hooks_and_no_thread(tmp_path: Path) -> None:
+    """Gradients of these parameters are watched already."""
+    model, optimizer, _ = build()
+    other = everstep.attach(model, optimizer, tmp_path / "other", early=True, follower=False, quiet=True)
+    other.resume()
+    other.flush()
+
+    def left() -> tuple[int, int, int, int]:
+        hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks, model._forward_pre_hooks)
+        return (*map(len, hooks), threading.active_count())  # type: ignore[return-value]
+
+    before = left()
+    run = everstep.attach(model, optimizer, tmp_path / "run", mode="snapshot", layerwise=True, quiet=True)
+    with pytest.raises(UsageError, match="watched by another"):
+        run.resume()
+    assert left() == before
+    run.close()
+    other.close()

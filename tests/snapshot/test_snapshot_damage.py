@@ -25,6 +25,7 @@ from everstep.restore.history import History
 from everstep.store import pools
 from everstep.store.pool import read_pool
 from everstep.store.runs import RunPath, read_listing
+from pools import wipe_headers
 from support import crash
 from truth import tree_hash
 
@@ -87,7 +88,8 @@ def lost_its_header(path: str, step: int) -> bool:
     listing = read_listing(RunPath(path))
     try:
         pool = next(iter(Path(path, "pool").glob("*.pool")))
-        return step not in [m.step for m in read_pool(str(pool), listing.run.run)]
+        steps = [m.step for m in read_pool(str(pool), listing.run.run)]
+        return bool(steps) and step not in steps  # one is always there
     except (StopIteration, EverstepError):
         return False
 
@@ -255,6 +257,52 @@ def test_a_base_that_is_gone_with_the_pool_is_told_of(killed: Finished, tmp_path
         run.commit()
     run.close()
     assert digest(everstep.open(path).state()) == digest(training.public())
+
+
+def test_a_pool_that_has_lost_all_its_headers_is_told_of(killed: Finished, tmp_path: Path) -> None:
+    path = str(tmp_path / "run")
+    shutil.copytree(killed.path, path)
+    (pool,) = Path(path, "pool").iterdir()
+    wipe_headers(pool, keep=[10])
+    assert told(lambda: digest(everstep.open(path).state())) == (killed.newest.truth[10], False), "as after a kill"
+    wipe_headers(pool)
+    with pytest.warns(SetBackWarning, match="pool of generation 2 in .* none of its slots has a valid header"):
+        assert digest(everstep.open(path).state()) == killed.newest.truth[8]
+    training = Training()
+    run = everstep.attach(training.model, training.optimizer, path, extras=training.extras, **OPTIONS)
+    assert told(run.resume) == (8, True)
+    training.train(77, 9)
+    run.commit(wait=True)
+    crash(run)
+    assert told(lambda: everstep.open(path).state())[1] is False, "once is enough"
+
+
+@pytest.mark.parametrize("what", ["damaged", "of another step"])
+def test_a_damaged_base_that_was_newer_than_the_pool_is_told_of(what: str, tmp_path: Path) -> None:
+    training, path = Training(), str(tmp_path / "run")
+    options = {**OPTIONS, "snapshot_interval": 4, "base_interval": 100}
+    run = everstep.attach(training.model, training.optimizer, path, extras=training.extras, **options)
+    run.resume()
+    truth = {}
+    for n in range(1, 7):
+        training.train(1, n)
+        run.commit()
+        truth[n] = digest(training.public())
+    run.close()
+    assert everstep.open(path).steps == [0, 4, 6]
+    manifest = Path(path, f"timelines/0001/bases/{6:012d}/manifest.json")
+    if what == "damaged":
+        manifest.write_text("{}")
+    else:
+        shutil.copy(Path(path, f"timelines/0001/bases/{0:012d}/manifest.json"), manifest)
+    with pytest.warns(SetBackWarning, match="step 4 is the newest.*000006"):
+        assert digest(everstep.open(path).state()) == truth[4]
+    training = Training()
+    run = everstep.attach(training.model, training.optimizer, path, extras=training.extras, **options)
+    with pytest.warns(SetBackWarning, match="step 4 is the newest.*000006"):
+        assert run.resume() == 4
+    crash(run)
+    assert told(lambda: digest(everstep.open(path).state())) == (truth[4], False), "once is enough"
 
 
 def test_a_pool_of_another_run_is_not_taken_for_this_ones(killed: Finished, on_disk: Finished, tmp_path: Path) -> None:

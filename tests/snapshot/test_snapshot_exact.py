@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -388,6 +391,90 @@ def test_parameters_and_groups_that_are_added_get_another_pool_and_the_old_one_g
     crash(resumed(tmp_path / "run", model, optimizer, truth, 6))
 
 
+@pytest.mark.parametrize("interval", [1, 100])
+def test_groups_that_change_between_a_commit_and_close_are_a_step_of_their_own(interval: int, tmp_path: Path) -> None:
+    """As they are where gradients are logged. What is stored of the step before has the groups that it had."""
+    model = linear()
+    optimizer = torch.optim.AdamW(model[0].parameters(), lr=0.01)
+    truth = noted(tmp_path / "run", model, optimizer, snapshot_interval=interval)
+    turn(model, optimizer, 0)
+    model.zero_grad()
+    truth.commit()
+    optimizer.add_param_group({"params": list(model[2].parameters()), "lr": 0.1})
+    truth.states[2] = live_state(model, optimizer)
+    truth.run.close()
+    assert truth.run.step == truth.run.durable_step == 2
+    check_history(tmp_path / "run", truth, complete=False)
+    model = linear()
+    crash(resumed(tmp_path / "run", model, torch.optim.AdamW(model[0].parameters(), lr=0.01), truth, 2))
+
+
+def test_a_parameter_that_changes_its_group_takes_on_its_learning_rate(tmp_path: Path) -> None:
+    """The parameters of all groups, one after the other, stay the same."""
+    model = linear()
+    groups = [{"params": list(model[i].parameters()), "lr": lr} for i, lr in ((0, 0.01), (2, 0.1))]
+    optimizer = torch.optim.AdamW(groups)
+    truth = noted(tmp_path / "run", model, optimizer)
+    for n in range(4):
+        turn(model, optimizer, n)
+        if n == 2:
+            optimizer.param_groups[1]["params"].insert(0, optimizer.param_groups[0]["params"].pop())
+        truth.commit(wait=True)
+    check_history(tmp_path / "run", truth, complete=False)
+    truth.run.close()
+    check_history(tmp_path / "run", truth, complete=False)
+
+
+def test_a_gradient_that_somebody_keeps_is_not_taken_for_the_next_one(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    truth = noted(tmp_path / "run", model, optimizer, snapshot_interval=5)
+    turn(model, optimizer, 0, zero=False)
+    truth.commit()
+    kept = [p.grad for p in model.parameters()]
+    optimizer.zero_grad()
+    model(torch.randn(4, 6)).square().mean().backward()
+    assert truth.run.commit() == 1, "an accumulation has begun"
+    with pytest.warns(UnprotectedWarning, match="step 1 is not stored"):
+        truth.run.flush()
+    with pytest.warns(UnprotectedWarning, match="step 1 is not stored"):
+        truth.run.close()
+    assert len(kept) == 6
+
+
+def test_a_forked_child_trains_for_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a state is on its way, which nobody carries on in the child."""
+    go, fill = threading.Event(), Leaving._fill
+    go.set()
+    monkeypatch.setattr(Leaving, "_fill", lambda self, *args: go.wait(60) and fill(self, *args))
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = everstep.attach(model, optimizer, tmp_path / "run", pool_mode="direct", **EVERY_STEP)
+    run.resume()
+    run.flush()
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    go.clear()
+    optimizer.step()
+    run.commit()
+    pid = os.fork()
+    if pid == 0:
+        optimizer.step()
+        os._exit(0)
+    ended, deadline = 0, time.monotonic() + 20
+    while not ended and time.monotonic() < deadline:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        time.sleep(0.01)
+    go.set()
+    if not ended:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    assert ended and status == 0, "it waits for a thread that it does not have"
+    run.close()
+    assert everstep.open(tmp_path / "run").steps[-1] == 1
+
+
 def test_extras_that_outgrow_the_pool_get_a_larger_one(tmp_path: Path) -> None:
     class Growing:
         data = b""
@@ -545,3 +632,27 @@ def test_modes_may_follow_each_other_in_any_order(
         for n in history.steps:
             state = history.state(n)
             must_equal(copied(state), truth.public[state["extras"]["progress"]["batches"]], f"state({n})")
+
+
+def test_pools_of_a_run_that_was_closed_go_when_another_mode_has_taken_over(tmp_path: Path) -> None:
+    model = linear()
+    truth = noted(tmp_path / "run", model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    turn(model, truth._objects[1], 0)
+    truth.commit()
+    truth.run.close()
+    for is_trained in (False, True):
+        pools = tmp_path / "run/pool"
+        assert list(pools.glob("*.pool"))
+        model = linear()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        with everstep.attach(model, optimizer, tmp_path / "run", quiet=True, follower=False) as run:
+            assert run.resume() == truth.run.step
+            if is_trained:
+                turn(model, optimizer, 1)
+                run.commit()
+            assert list(pools.glob("*.pool")), "until there is a base"
+        assert not list(tmp_path.rglob("*.pool"))
+        truth = noted(tmp_path / "run", model, optimizer)
+        turn(model, optimizer, 2)
+        truth.commit()
+        truth.run.close()

@@ -15,15 +15,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from crash_training import wait_for_keeper
 from kill_training import build, digest, turn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import everstep
+from everstep.capture.snapshot import Snapshot
 from everstep.capture.states import States
-from everstep.errors import SetBackWarning
+from everstep.errors import SetBackWarning, UsageError
 from everstep.restore.join import joint_of
 from everstep.store.runs import RunPath, read_listing
+from pools import wipe_headers
 from support import crash, fork_ranks
 
 pytestmark = pytest.mark.timeout(240)
@@ -34,8 +37,9 @@ OPTIONS: dict[str, Any] = {"mode": "snapshot", "quiet": True, "base_interval": 4
 class Job:
     """A training on ranks that are forked from this process; what they say is in files beside the run."""
 
-    def __init__(self, folder: Path, *, fsdp: bool) -> None:
-        self.folder, self.path, self.fsdp = folder, folder / "run", fsdp
+    def __init__(self, folder: Path, *, fsdp: bool, late: bool = False) -> None:
+        """`late`: some parameters join the optimizer at step 3."""
+        self.folder, self.path, self.fsdp, self.late = folder, folder / "run", fsdp, late
         self._starts = 0
         torch.optim.SGD(build().parameters())  # what torch imports for the first optimizer, ranks need not
 
@@ -70,9 +74,16 @@ class Job:
         elif world > 1:
             model = DistributedDataParallel(model)
         torch.manual_seed(100 + rank)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        params = list(model.parameters())
+        optimizer = torch.optim.AdamW(params[:-2] if self.late else params, lr=1e-2)
+
+        def turn_at(n: int) -> float:
+            if self.late and n >= 3 and len(optimizer.param_groups) == 1:
+                optimizer.add_param_group({"params": params[-2:], "lr": 1e-3})
+            return turn(model, optimizer, n, rank, world)
+
         if plain:
-            losses = [turn(model, optimizer, n, rank, world) for n in range(steps)]
+            losses = [turn_at(n) for n in range(steps)]
             return {"resumed": 0, "losses": losses, "digest": digest(model, optimizer)}
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -83,7 +94,7 @@ class Job:
             prepare(rank, run)
         losses = []
         for n in range(at, steps):
-            losses.append(turn(model, optimizer, n, rank, world))
+            losses.append(turn_at(n))
             run.commit()
             if after is not None:
                 after(rank, n + 1)
@@ -275,3 +286,132 @@ def test_pools_in_memory_go_when_the_last_rank_has_closed(tmp_path: Path, shm: P
         warnings.simplefilter("error", SetBackWarning)
         assert run.resume() == NUM_STEPS
     crash(run)
+
+
+def die_when_stored(at: int) -> dict[str, Any]:
+    """For start(): all ranks are killed when they have stored this step."""
+    runs = []
+
+    def after(rank: int, step: int) -> None:
+        if step == at:
+            runs[0].flush()
+            dist.barrier()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return {"prepare": lambda rank, run: runs.append(run), "after": after}
+
+
+@pytest.mark.parametrize("fsdp", [False, pytest.param(True, marks=pytest.mark.long)], ids=["ddp", "fsdp"])
+@pytest.mark.parametrize("mode", ["snapshot", "delta"])
+def test_parameters_that_join_their_optimizer_in_mid_run_come_back_with_its_state(
+    mode: str, fsdp: bool, tmp_path: Path
+) -> None:
+    job = Job(tmp_path, fsdp=fsdp, late=True)
+    truth = job.start(2, plain=True)
+    assert truth is not None
+    assert job.start(2, mode=mode, base_interval=100, **die_when_stored(6)) is None
+    assert everstep.open(job.path).steps[-1] == 6
+    groups = everstep.open(job.path).state()["optimizer"]["param_groups"]
+    assert [len(group["params"]) for group in groups] == [6, 2]
+    assert check_whole(job.start(2, mode=mode), truth) == 6
+
+
+def test_parameters_that_are_added_in_mid_run_are_refused_at_the_commit(tmp_path: Path) -> None:
+    job = Job(tmp_path, fsdp=False)
+
+    def prepare(rank: int, run: Any) -> None:
+        commit, optimizer = run.commit, run._opened.training.optimizers["optimizer"]
+
+        def committed() -> int:
+            if run.step == 3:
+                optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
+                for _ in range(2):
+                    with pytest.raises(UsageError, match="was added in mid-run"):
+                        commit()
+                (tmp_path / f"refused-{rank}").touch()
+                dist.barrier()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return int(commit())
+
+        run.commit = committed
+
+    assert job.start(2, prepare=prepare, snapshot_interval=3) is None
+    assert (tmp_path / "refused-0").exists() or (tmp_path / "refused-1").exists()
+    assert max(newest(job.path)) <= 3
+
+
+@pytest.mark.parametrize("how", ["slow", "torn"])
+def test_bases_are_of_the_same_steps_on_all_ranks(how: str, tmp_path: Path) -> None:
+    """Whatever happens to those of one: the newest of all ranks is never an old one, and old ones go."""
+    job = Job(tmp_path, fsdp=False)
+    finish = Snapshot._finish
+
+    def finish_otherwise(self: Snapshot, writer: Any) -> None:
+        if how == "slow":
+            time.sleep(0.3)
+        if how == "torn" and self.step == 8:
+            self._leaving.torn = True
+            writer.abandon()
+            return
+        finish(self, writer)
+
+    runs = []
+
+    def prepare(rank: int, run: Any) -> None:
+        runs.append(run)
+        if rank == 1:
+            Snapshot._finish = finish_otherwise  # type: ignore[method-assign]
+
+    def after(rank: int, step: int) -> None:
+        if step == 14:
+            runs[0].flush()
+            runs[0]._capture.snapshot.wait()
+            dist.barrier()
+            wait_for_keeper(runs[0])
+            dist.barrier()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    keep = {"bases": 2, "min_bytes": 0}
+    assert job.start(2, steps=100, prepare=prepare, after=after, base_interval=4, retention=keep) is None
+    found = [sorted(read_listing(RunPath(job.path, rank)).timelines[1].bases) for rank in range(2)]
+    assert found == [[8, 12], [8, 12] if how == "slow" else [4, 12]]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ([{"pool_slots": 2}] * 2, "pool_slots must be at least 3"),
+        ([{"base_interval": 4}, {"base_interval": 5}], "one base_interval"),
+        ([{}, {"snapshot_interval": 2}], "one snapshot_interval"),
+    ],
+)
+def test_what_ranks_must_be_given_otherwise_is_refused_and_leaves_nothing(
+    options: list[dict[str, Any]], said: str, tmp_path: Path
+) -> None:
+    def work(rank: int) -> None:
+        dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meet'}", rank=rank, world_size=2)
+        model = build()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(UsageError, match=said):
+            everstep.attach(model, optimizer, tmp_path / "run", mode="snapshot", quiet=True, **options[rank])
+        dist.destroy_process_group()
+
+    assert fork_ranks(2, work) == 0
+    assert not (tmp_path / "run").exists()
+
+
+def test_ranks_that_have_no_newer_step_in_common_are_told_of(tmp_path: Path) -> None:
+    """As if each pool had two slots, and one rank were a step ahead."""
+    job = Job(tmp_path, fsdp=False)
+    truth = job.start(2, plain=True)
+    assert truth is not None
+    assert job.start(2, base_interval=100, **die_when_stored(6)) is None
+    for rank in range(2):
+        (pool,) = (job.path / "pool").glob(f"rank-{rank:05d}*")
+        wipe_headers(pool, keep=[6 - rank])
+    assert newest(job.path) == [6, 5]
+    with pytest.warns(SetBackWarning, match="none that all have: the last are step 6 on rank 0, step 5 on rank 1"):
+        everstep.open(job.path).state()
+    found = job.start(2)
+    assert check_whole(found, truth) == 0
+    assert found is not None and "SetBackWarning" in found[0]["warned"]

@@ -248,3 +248,23 @@ def test_a_run_that_is_read_while_it_is_written_gives_whole_states(tmp_path: Pat
         stop.set()
         thread.join()
         run.close()
+
+
+def test_who_waits_for_a_base_finds_it_told(tmp_path: Path, shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """flush() and close() go on when it is known to be stored, not when it is."""
+    tell = everstep.Run._on_base
+
+    def late(self: everstep.Run, base: Any) -> None:
+        time.sleep(0.1)
+        tell(self, base)
+
+    monkeypatch.setattr(everstep.Run, "_on_base", late)
+    truth = attached(tmp_path / "run", pool=str(shm), snapshot_interval=100)
+    base = truth.run._capture.snapshot
+    truth.run.flush()
+    assert truth.run.durable_step == 0
+    assert truth.run._capture.snapshot is base, "one is enough"
+    train(truth, 2)
+    truth.run.close()
+    assert truth.run.durable_step == truth.run._keeper.base_step == 2
+    assert list(shm.iterdir()) == []

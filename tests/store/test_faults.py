@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 import everstep
+from everstep.capture.snapshot import Snapshot
 from everstep.errors import EverstepError, HiddenEditWarning, StorageError, UnprotectedWarning
 from everstep.store import files
 from everstep.store.files import Event
@@ -322,6 +323,7 @@ def test_a_failing_first_base_is_told_and_warn_takes_another(tmp_path: Path) -> 
             protect_again(rig)
         last = rig.run.step
         crash(rig.run)
+    assert everstep.open(tmp_path / "warn").verify().problems == [], "what was never stored is not missed"
     check_history(tmp_path / "warn", rig.truth, complete=False)
     check_resume(tmp_path / "warn", build, rig.truth, last)
 
@@ -338,6 +340,192 @@ def test_a_failing_later_base_is_told_and_costs_nothing_that_was_durable(tmp_pat
     crash(rig.run)
     assert len(everstep.open(tmp_path / "run").steps) >= 7
     check_history(tmp_path / "run", rig.truth, complete=False)
+
+
+def test_with_warn_a_failing_later_base_costs_no_step(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "run", base_interval=6, on_error="warn")
+    rig.train(4)
+    rig.run.flush()
+    fault = Fault(errno.ENOSPC, ("write", "create", "mkdir"), is_base)
+    fault.armed = True
+    with files.observe(fault=fault), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(12):
+            rig.train(1)
+            time.sleep(0.01)
+        assert fault.hits
+        assert len(fault.hits) < 4, "a base is not tried at every step"
+        assert [w.category for w in caught] == [UnprotectedWarning]
+        assert "UNPROTECTED" not in str(caught[0].message) and "Every step is stored" in str(caught[0].message)
+        rig.run.flush()
+        assert (rig.run.durable_step, rig.run.stats()["unprotected_since"]) == (16, None)
+        time.sleep(1.0)
+        rig.train(2)  # tried once more
+        wait_for(lambda: len(fault.hits) >= 2)
+        fault.armed = False
+        time.sleep(1.0)
+        rig.train(2)
+        wait_for(lambda: rig.run.stats()["base_step"] > 16)
+        assert len(caught) == 1
+    crash(rig.run)
+    assert everstep.open(tmp_path / "run").verify().ok
+    check_history(tmp_path / "run", rig.truth)
+
+
+def test_with_warn_a_base_that_failed_before_the_end_is_taken_at_the_end(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "run", base_interval=6, on_error="warn")
+    fault = Fault(errno.ENOSPC, ("write", "create", "mkdir"), is_base)
+    rig.train(4)
+    rig.run.flush()
+    with files.observe(fault=fault), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UnprotectedWarning)
+        fault.armed = True
+        rig.train(2)
+        wait_for(lambda: bool(fault.hits))
+        fault.armed = False
+        rig.train(1)
+        rig.run.close()
+    assert everstep.open(tmp_path / "run").plan().base.step == 7
+    check_history(tmp_path / "run", rig.truth)
+
+
+def test_with_warn_a_gap_that_could_not_be_told_at_once_is_told_later(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "run", on_error="warn")
+    rig.train(3)
+    rig.run.flush()
+    fault = Fault(errno.EIO, ("write",))
+    telling = Fault(errno.ENOSPC, ("create",), lambda path: "kept.json" in path)
+
+    def either(op: str, path: str) -> None:
+        fault(op, path)
+        telling(op, path)
+
+    with files.observe(fault=either), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UnprotectedWarning)
+        fault.armed = telling.armed = True
+        rig.train(2)
+        wait_for(lambda: bool(fault.hits))
+        rig.train(2)
+        fault.armed = False
+        time.sleep(1.0)
+        rig.train(1)
+        assert telling.hits
+        telling.armed = False
+        protect_again(rig)
+    crash(rig.run)
+    assert everstep.open(tmp_path / "run").verify().problems == []
+    check_history(tmp_path / "run", rig.truth, complete=False)
+
+
+@pytest.mark.parametrize("when", ["first", "after a failure"])
+def test_when_the_base_that_all_stands_on_is_disturbed_another_is_taken(
+    when: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    disturbed: list[int] = []
+    agrees = Snapshot._agrees
+
+    def disagrees(self: Snapshot, writer: Any) -> bool:
+        if not disturbed:
+            disturbed.append(self.step)
+            return False
+        return agrees(self, writer)
+
+    if when == "first":
+        monkeypatch.setattr(Snapshot, "_agrees", disagrees)
+    rig = Rig(tmp_path / "run", on_error="warn", audit="full")
+    rig.train(3)
+    if when == "first":
+        wait_for(lambda: bool(disturbed))
+        rig.train(1)
+    rig.run.flush()
+    fault = Fault(errno.EIO, ("write",))
+    if when != "first":
+        monkeypatch.setattr(Snapshot, "_agrees", disagrees)
+        with files.observe(fault=fault), warnings.catch_warnings():
+            warnings.simplefilter("ignore", UnprotectedWarning)
+            fault.armed = True
+            rig.train(2)
+            wait_for(lambda: bool(fault.hits))
+            fault.armed = False
+            protect_again(rig)
+    assert disturbed
+    assert rig.run.durable_step == rig.run.step
+    crash(rig.run)
+    history = everstep.open(tmp_path / "run")
+    assert history.verify().problems == [], "what was never stored is not missed"
+    assert history.steps[-1] == rig.run.step
+    check_history(tmp_path / "run", rig.truth, complete=False)
+
+
+class Held(Fault):
+    """One that fails only when it is told to, and until then stands still. Bases stand still, too, each until it may go."""
+
+    def __init__(self) -> None:
+        super().__init__(errno.EIO, ("write",))
+        self.fails = threading.Event()
+        self.bases: dict[int, threading.Event] = {}
+
+    def __call__(self, op: str, path: str) -> None:
+        for step, may_go in self.bases.items():
+            if op == "create" and path.endswith(".safetensors") and f"{step:012d}" in path:
+                assert may_go.wait(20)
+        if self.armed and op in self.ops and is_log(path):
+            assert self.fails.wait(20)
+        super().__call__(op, path)
+
+
+def test_with_warn_a_base_on_the_way_when_the_log_fails_leaves_no_hole(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "run", on_error="warn", base_interval=6)
+    rig.train(4)
+    rig.run.flush()
+    fault = Held()
+    with files.observe(fault=fault), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UnprotectedWarning)
+        fault.armed = True
+        rig.train(2)
+        base = rig.run._capture.snapshot
+        assert base.step == 6
+        fault.fails.set()
+        base.wait()
+        rig.train(1)
+        crash(rig.run)
+    history = everstep.open(tmp_path / "run")
+    assert history.verify().problems == []
+    assert history.steps == [0, 1, 2, 3, 4]
+
+
+def test_with_warn_a_base_that_ends_after_the_log_has_failed_makes_nothing_durable(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "run", on_error="warn", base_interval=6)
+    rig.train(4)
+    rig.run.flush()
+    fault = Held()
+    fault.bases = {step: threading.Event() for step in range(6, 30)}
+    with files.observe(fault=fault), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UnprotectedWarning)
+        fault.armed = True
+        rig.train(2)
+        fault.fails.set()
+        wait_for(lambda: bool(fault.hits))
+        rig.train(2)
+        fault.armed = False
+        time.sleep(1.1)
+        rig.train(3)
+        base = rig.run._capture.snapshot
+        fault.bases[6].set()
+        time.sleep(0.2)
+        rig.train(2)
+        rig.run._capture.flush()
+        assert rig.run.durable_step == 4
+        assert everstep.open(tmp_path / "run").steps[-1] == 4
+        assert base.step == 6, "nothing is begun anew while it is on its way"
+        for event in fault.bases.values():
+            event.set()
+        protect_again(rig)
+    last = rig.run.step
+    crash(rig.run)
+    assert everstep.open(tmp_path / "run").verify().problems == []
+    check_history(tmp_path / "run", rig.truth, complete=False)
+    check_resume(tmp_path / "run", build, rig.truth, last)
 
 
 # -- folders that vanish ----------------------------------------------------------------------------------------------

@@ -10,9 +10,9 @@ from everstep.store.pools import Pools, read_pools, remove_pools
 from pools import LAYOUT, RUN, SMALL, fields, fill
 
 
-def pools_of(folder: Path, rank: int = 0, generation: int = 1) -> Pools:
+def pools_of(folder: Path, rank: int = 0, generation: int = 1, world_size: int = 1) -> Pools:
     return Pools(
-        str(folder), run=RUN, rank=rank, generation=generation, world_size=1, num_slots=2, medium=Mapped
+        str(folder), run=RUN, rank=rank, generation=generation, world_size=world_size, num_slots=2, medium=Mapped
     )
 
 
@@ -27,13 +27,22 @@ def test_pools_that_a_killed_process_was_making_go_when_the_next_one_is_made(tmp
     mine, others = "rank-00000-g000001-0.pool.77-0.tmp", "rank-00001-g000001-0.pool.78-0.tmp"
     for name in (mine, others, "notes.tmp"):
         (tmp_path / name).write_bytes(bytes(100))
-    pools = pools_of(tmp_path)
+    pools = pools_of(tmp_path, world_size=2)
     commit(pools, 1)
     assert sorted(os.listdir(tmp_path)) == ["notes.tmp", "rank-00000-g000001-0.pool", others]
     (tmp_path / mine).write_bytes(bytes(100))
     pools.close()
     remove_pools(str(tmp_path), 0)
     assert sorted(os.listdir(tmp_path)) == ["notes.tmp", others]
+
+
+def test_the_first_rank_clears_away_what_ranks_that_are_gone_have_left(tmp_path: Path) -> None:
+    for name in ("rank-00001-g000001-0.pool.78-0.tmp", "rank-00002-g000001-0.pool", "notes.tmp"):
+        (tmp_path / name).write_bytes(bytes(100))
+    pools = pools_of(tmp_path, generation=2)
+    commit(pools, 1, generation=2)
+    assert sorted(os.listdir(tmp_path)) == ["notes.tmp", "rank-00000-g000002-0.pool"]
+    pools.close()
 
 
 def test_the_old_pool_goes_when_the_new_one_holds_a_step(tmp_path: Path) -> None:

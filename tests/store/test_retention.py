@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 import everstep
-from everstep.errors import StepNotFoundError, UsageError
+from everstep.errors import CorruptionError, StepNotFoundError, UsageError
 from everstep.options import Options
 from everstep.store import files
 from everstep.store.files import Event
-from everstep.store.retention import Retention, StoredBase, StoredSegment, plan_removal
+from everstep.store.retention import Removal, Retention, StoredBase, StoredSegment, execute, plan_removal
 from truth import Truth, check_history, crash
 
 
@@ -170,6 +170,43 @@ def test_removal_goes_in_an_order_that_a_crash_cannot_hurt(tmp_path: Path) -> No
             gone = [j for j, e in enumerate(events[:i]) if e.op == "unlink" and e.path == manifest]
             assert gone, "the manifest goes first"
             assert any(e.op == "syncdir" for e in events[gone[-1] : i]), "and durably so"
+
+
+def test_the_name_of_the_newest_segment_is_durable_before_older_ones_go(tmp_path: Path) -> None:
+    (tmp_path / "old").write_bytes(b"frames")
+    events: list[Event] = []
+    with files.observe(events.append):
+        execute(Removal(5, (StoredSegment(0, 4, 6, str(tmp_path / "old")),), ()))
+    assert [(e.op, Path(e.path).name) for e in events] == [
+        ("syncdir", tmp_path.name), ("unlink", "old"), ("syncdir", tmp_path.name)
+    ]  # fmt: skip
+
+
+def test_the_last_segment_is_missed_though_there_are_bases_after_the_resume(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    train(path, 13, retention={"bases": 1}, segment_bytes=1 << 20)
+    train(path, 14, retention={"bases": 1}, segment_bytes=1 << 20)
+    [*_, newest] = sorted(path.glob("timelines/0001/log/rank-00000/*.frames"))
+    assert newest.name.startswith("g000002-") and everstep.open(path).verify().ok
+    newest.unlink()
+    history = everstep.open(path)
+    assert history.steps[-1] == 25
+    assert not history.verify().ok
+    with pytest.raises(CorruptionError, match="from 26 on may be lost"):
+        history.state()
+    run = everstep.attach(*build(), path, quiet=True)
+    with pytest.raises(CorruptionError, match="is missing"):
+        run.resume()
+    run.close()
+    assert history.state(25)["model"]
+
+
+def test_a_generation_without_a_step_of_its_own_has_no_log_to_miss(tmp_path: Path) -> None:
+    train(tmp_path / "run", 13, retention={"bases": 1})
+    for _ in range(2):
+        with everstep.attach(*build(), tmp_path / "run", quiet=True, follower=False, retention={"bases": 1}) as run:
+            assert run.resume() == 13
+        assert everstep.open(tmp_path / "run").verify().ok
 
 
 # -- the plan ---------------------------------------------------------------------------------------------------------

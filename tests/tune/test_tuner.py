@@ -15,8 +15,9 @@ from everstep.tune.averages import (
     contention_of,
     estimated_rate,
 )
+from everstep.tune.choice import choose, excess_of
 from everstep.tune.model import Limits, Measured, Setting, cost_of
-from everstep.tune.tuner import LARGEST_CHANGE, Tuner
+from everstep.tune.tuner import LARGEST_CHANGE, Tuner, keeps_better
 
 
 class Training:
@@ -214,3 +215,49 @@ def test_background_work_costs_training_a_part_of_its_processor_time_and_all_of_
         for mode, elsewhere, lost_s in (("delta", False, here), ("shadow", False, here), ("shadow", True, part * 0.02)):
             cost = cost_of(replace(found, elsewhere=elsewhere), Setting(mode=mode, base_interval=1000))
             assert cost.overhead == pytest.approx((lost_s + bases) / found.step_s)
+
+
+def test_what_a_setting_on_the_way_breaks_is_told():
+    training = Training()
+    training.bases(3, Setting(base_interval=1000))
+    tuner = Tuner(Setting(base_interval=1000), Limits(max_recovery_s=2.0))
+    first = tuner.at_base(training.now.step, training.averages, training.measured(1e-6))
+    assert first.decision.cost.worst_recovery_s > 2.0 and first.decision.broken == ("max_recovery_s=2",)
+    second = tuner.at_base(training.now.step, training.averages, training.measured(1e-6))
+    assert second.decision.cost.worst_recovery_s <= 2.0 and second.decision.broken == ()
+
+
+def test_where_no_setting_keeps_a_limit_noise_changes_nothing():
+    """Base intervals between which the nearest changes with every measurement."""
+    training = Training()
+    training.bases(3, Setting())
+    measured = training.measured()
+    limits = Limits(max_overhead=1e-6, max_recovery_s=1e-3)
+    tuner = Tuner(Setting(), limits)
+    for _ in range(8):
+        tuner.at_base(0, training.averages, measured)
+    random, changes = np.random.default_rng(0), 0
+    for _ in range(50):
+        noisy = replace(
+            measured, base_stall_s=measured.base_stall_s * (1 + 0.03 * random.normal()),
+            replay_s=measured.replay_s * (1 + 0.03 * random.normal()),
+        )  # fmt: skip
+        verdict = tuner.at_base(0, training.averages, noisy)
+        changes += verdict.changed
+        assert verdict.decision.broken
+    assert changes == 0
+
+
+def test_the_tuner_goes_by_what_the_choice_goes_by():
+    """One limit broken a lot is worse than two broken less, though these are more in all."""
+    assert keeps_better((0.0, 2.0), (0.0, 3.0)) and not keeps_better((0.0, 2.0), (0.0, 2.1))
+    assert keeps_better((0.0, 5.0), (0.1, 0.0)) and not keeps_better((0.1, 0.0), (0.0, 5.0))
+    assert keeps_better((0.0, 0.0), (0.0, 1e-9)) and not keeps_better((0.0, 0.0), (0.0, 0.0))
+    assert keeps_better((0.99, 0.0), (1.0, 3.0))
+    training = Training()
+    training.bases(3, Setting())
+    measured, limits = training.measured(), Limits(max_overhead=1e-6, max_recovery_s=1e-3)
+    best = choose(measured, limits).setting
+    for interval in (1, 10, 100, 1000, 10_000):
+        other = replace(best, base_interval=interval)
+        assert excess_of(measured, limits, best) <= excess_of(measured, limits, other)

@@ -35,7 +35,7 @@ TRIAL_INTERVAL = 4
 """At which the cost of a save is measured first: often enough to see it, seldom enough not to wait for the one before.
 Everstep's own are first measured at every step."""
 TRIAL_ROUNDS = 2
-MOST_SEARCHES = 4
+MOST_SEARCHES = 9
 LEAST_ROUNDS = 3
 WARM_STEPS = 8
 """More than Everstep takes to learn how gradients are owned."""
@@ -106,33 +106,37 @@ class Point:
 def search(first: int, most: int, measure: Callable[[Sequence[int]], list[Point]]) -> dict[int, Point]:
     """Points at the smallest interval under the limit and at one less, and at those that were tried on the way there.
 
-    None is longer than `most`. Measured costs are not the same twice, and differ from one interval to the next: it ends
-    after a few.
+    None is longer than `most`. What a save is measured to cost leads there; where that leads astray, halving does. Measured
+    costs are not the same twice, and one may be found under the limit and a longer one over it: the longer is believed.
     """
     points: dict[int, Point] = {}
+    over, under = 0, None
     interval = min(first, most)
     for _ in range(MOST_SEARCHES):
-        missing = [k for k in (interval, interval - 1) if k >= 1 and k not in points]
-        if not missing:
+        pair = [k for k in (interval, interval - 1) if k >= 1]
+        points |= {point.interval: point for point in measure([k for k in pair if k not in points])}
+        over = max(over, *(k for k in pair if not points[k].is_under), 0)
+        under = min((k for k, point in points.items() if point.is_under and k > over), default=None)
+        if under == over + 1 or over >= most:
             break
-        points |= {point.interval: point for point in measure(missing)}
-        at, below = points[interval], points.get(interval - 1)
-        if not at.is_under:
-            interval = min(most, max(interval + 1, at.derived()))
-        elif below is not None and below.is_under:
-            interval = min(interval - 1, below.derived())
+        guess = points[pair[-1] if points[interval].is_under else interval].derived()
+        if under is None:
+            interval = min(most, max(over + 1, guess))
         else:
-            break
+            interval = guess if over < guess < under else (over + under + 1) // 2
     return points
 
 
 def found(points: dict[int, Point]) -> tuple[int | None, bool]:
-    """The smallest measured interval under the limit, None if there is none; whether one less was measured and is not."""
+    """The smallest measured interval under the limit, None if there is none; whether one less was measured and is not.
+
+    If there is such a one, it is the one; the longest, should there be several.
+    """
     under = [k for k, point in points.items() if point.is_under]
     if not under:
         return None, False
-    least = min(under)
-    return least, least == 1 or least - 1 in points
+    confirmed = [k for k in under if k == 1 or (k - 1 in points and not points[k - 1].is_under)]
+    return (max(confirmed), True) if confirmed else (min(under), False)
 
 
 def measure(settings: Settings, progress: Progress = silent) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from everstep.capture.structure import Structure
 from everstep.capture.tap import Tap
 from everstep.capture.watch import Watch
 from everstep.errors import HiddenEditWarning
+from everstep.format.documents import TRAINER
 from everstep.naming import Inventory
 from everstep.store.log import LogWriter
 
@@ -50,6 +51,9 @@ class Capture(Recorder):
         self._structure = Structure(take)
         inventory = self._inventory = self._structure.inventory
         self._residuals = _residuals_of(inventory)
+        self._kept: dict[int, torch.Tensor] = {}
+        """Residuals of S(step), until the next update: a DDP hook makes others in backward, in other memory."""
+        self._keep_residuals()
         self.ledger = Ledger()
         self.taps = {
             name: Tap(
@@ -117,6 +121,7 @@ class Capture(Recorder):
 
     def after_update(self, optimizer: str) -> None:
         self._updates += 1
+        self._kept = {}
         self._watch.after_update(optimizer)
 
     def put(self, item: Item) -> None:
@@ -168,6 +173,8 @@ class Capture(Recorder):
         self.offload.commit(pending)
         self._last_audit = pending.audit
         self._watch.after_commit()
+        for tap in self.taps.values():
+            tap.after_commit()
         self.count_time()
         if not self.offload.has_room():
             self.settle()
@@ -175,9 +182,15 @@ class Capture(Recorder):
         return True
 
     def _tell_residuals(self) -> None:
-        if self._residuals and (self.step + 1) % self._residual_interval == 0:
-            for uid in self._residuals:  # their memory is not written to again: the next step's have another
-                self.put(PendingTensor(uid, self._inventory.tensors[uid].detach()))
+        self._keep_residuals()
+        if (self.step + 1) % self._residual_interval == 0:
+            for uid, residual in self._kept.items():
+                self.put(PendingTensor(uid, residual))
+
+    def _keep_residuals(self) -> None:
+        """By reference: their memory is not written to again, since the next step's have another. As `.data`: the next ones
+        count versions by the same counter."""
+        self._kept = {uid: self._inventory.tensors[uid].data for uid in self._residuals}
 
     def flush(self, cursor: dict[str, Any] | None = None) -> None:
         """Return when everything committed is durable, or has failed."""
@@ -192,9 +205,12 @@ class Capture(Recorder):
 
     def forget_changes(self) -> None:
         """The live objects were set to S(step) again: nothing has happened since."""
+        self.settle()
+        self.offload.discard()
         self._watch.install(self._inventory)
         for tap in self.taps.values():
             tap.regroup()
+        self._keep_residuals()
         self._updates = self._overwrites = 0
 
     def pending(self) -> bool:
@@ -278,6 +294,12 @@ class Capture(Recorder):
         intact = self._strays.carry_is_intact() and all(tap.carry_is_intact() for tap in self.taps.values())
         return intact and not self.pending()
 
+    def has_newer_residuals(self) -> bool:
+        """Whether a base of S(step) by a follower, if there is one, has residuals of an earlier step."""
+        own = self.snapshot
+        is_own = own is not None and own.step == self.step and own.manifest is not None
+        return bool(self._residuals) and self.step % self._residual_interval != 0 and not is_own
+
     def take_base(
         self, cursor: dict[str, Any], on_done: Callable[[Snapshot], None], *, copy: bool = False
     ) -> Snapshot:
@@ -289,7 +311,7 @@ class Capture(Recorder):
             self.snapshot.guard()
             self.snapshot.wait()
         live = Described()
-        live.add_atoms(self._inventory)
+        live.add_atoms(self._inventory, self._kept)
         optimizers = tuple(
             live.add_optimizer(
                 self._inventory, tap.name, tap.optimizer, tap.uids, tap.params, tap.group_uids, tap.recorded_hyper
@@ -307,7 +329,7 @@ class Capture(Recorder):
         def fields() -> dict[str, Any]:
             return {
                 "run": d.run, "timeline": d.timeline, "generation": d.generation, "layout": layout,
-                "optimizers": optimizers, "cursor": cursors.encode(cursor), "carried": carried, "audit": "trainer",
+                "optimizers": optimizers, "cursor": cursors.encode(cursor), "carried": carried, "audit": TRAINER,
                 "fingerprint": d.fingerprint,
             }  # fmt: skip
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import is_
 from typing import Any, NoReturn
@@ -168,12 +168,12 @@ class Layerwise:
         self._groups = [list(group["params"]) for group in self._optimizer.param_groups]
         for i, params in enumerate(self._groups):
             for p in params:
-                leaf = known.pop(id(p), None) or Leaf(p, self._names.get(id(p), f"a parameter {tuple(p.shape)}"))
+                leaf = known.pop(id(p), None) or Leaf(p, _name(p, self._names))
                 if early.watcher_of(p) not in (None, self):
                     reason = reason or f"{leaf.name} is watched by another optimizer's layerwise=True, or by early=True"
                 leaf.group = i
                 leaves.append(leaf)
-        reason = reason or self._shared_memory([leaf.param for leaf in leaves])
+        reason = reason or _shared_memory([leaf.param for leaf in leaves], self._models, self._names)
         if reason:
             self._fail(reason)
         for leaf in known.values():
@@ -198,16 +198,6 @@ class Layerwise:
             len(now["params"]) == len(known) and all(map(is_, now["params"], known))
             for now, known in zip(groups, self._groups, strict=False)
         )
-
-    def _shared_memory(self, params: list[torch.Tensor]) -> str:
-        """An update of one would be one of the other, which autograd may still need."""
-        at: dict[int, torch.Tensor] = {}
-        for p in [*params, *(p for root in self._models for p in root.parameters())]:
-            address = p.untyped_storage().data_ptr() if type(p) in (nn.Parameter, torch.Tensor) else 0
-            if address and at.setdefault(address, p) is not p:
-                names = [self._names.get(id(q), f"a parameter {tuple(q.shape)}") for q in (at[address], p)]
-                return f"{names[0]} and {names[1]} are two parameters in the same memory"
-        return ""
 
     # -- during backward ----------------------------------------------------------------------------------------------
 
@@ -491,6 +481,35 @@ class Layerwise:
         """Whoever catches it and goes on is told again."""
         assert self._failed is not None
         raise type(self._failed)(*self._failed.args)
+
+
+def refuse(optimizers: Iterable[Optimizer], models: Sequence[nn.Module]) -> None:
+    """UsageError if parameters of these must not be updated in backward, as far as can be told before training."""
+    names = {id(p): name for root in models for name, p in root.named_parameters()}
+    taken: set[int] = set()
+    for optimizer in optimizers:
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        twice = next((p for p in params if id(p) in taken), None)
+        reason = refusal(optimizer) or _shared_memory(params, models, names)
+        if not reason and twice is not None:
+            reason = f"two optimizers update {_name(twice, names)}"
+        if reason:
+            raise UsageError(f"layerwise=True: {reason}. Attach without layerwise=True")
+        taken.update(map(id, params))
+
+
+def _name(param: torch.Tensor, names: Mapping[int, str]) -> str:
+    return names.get(id(param), f"a parameter {tuple(param.shape)}")
+
+
+def _shared_memory(params: Sequence[torch.Tensor], models: Sequence[nn.Module], names: Mapping[int, str]) -> str:
+    """An update of one would be one of the other, which autograd may still need."""
+    at: dict[int, torch.Tensor] = {}
+    for p in [*params, *(p for root in models for p in root.parameters())]:
+        address = p.untyped_storage().data_ptr() if type(p) in (nn.Parameter, torch.Tensor) else 0
+        if address and at.setdefault(address, p) is not p:
+            return f"{_name(at[address], names)} and {_name(p, names)} are two parameters in the same memory"
+    return ""
 
 
 class _Notice:

@@ -17,7 +17,7 @@ from everstep.atoms import Layout, state_uid
 from everstep.capture.structure import Structure
 from everstep.format.documents import StoredOptimizer
 from everstep.memory import strides_of
-from everstep.naming import Inventory
+from everstep.naming import Inventory, follow_outer
 from everstep.store.bases import Slot
 
 
@@ -53,15 +53,18 @@ class Described:
         self.settled.append(True)
         self.sources.append(self.tensors[-1])
 
-    def add_atoms(self, inventory: Inventory) -> None:
-        """Parameters where they are; buffers may change in the next forward: they are copied now."""
+    def add_atoms(self, inventory: Inventory, kept: Mapping[int, torch.Tensor] | None = None) -> None:
+        """Parameters where they are; buffers may change in the next forward: they are copied now, but for those in `kept`,
+        which nobody writes to and which are taken in place of the live ones."""
+        kept = kept or {}
         for atom in inventory.layout.atoms:
             source = inventory.tensors[atom.uid]
-            tensor = source.detach()
+            tensor = kept.get(atom.uid, source).detach()
             is_buffer = atom.role == "buffer"
-            key = f"{atom.owner}.{atom.name}"
+            if is_buffer and atom.uid not in kept:
+                tensor = tensor.clone()
             self.add(
-                atom.uid, atom.role, key, tensor.clone() if is_buffer else tensor, settled=is_buffer, source=source
+                atom.uid, atom.role, f"{atom.owner}.{atom.name}", tensor, settled=is_buffer, source=source
             )
 
     def add_optimizer(
@@ -110,6 +113,7 @@ _shape = attrgetter("shape")
 _data_ptr: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
 _strides: Callable[[torch.Tensor], tuple[int, ...]] = torch.Tensor.stride
 Mark = tuple[list[int], list[int]]
+GradientsMark = list[tuple["weakref.ref[torch.Tensor]", int]]
 
 
 class Live:
@@ -142,7 +146,8 @@ class Live:
         inventory = self.inventory
         self._uids = {name: [uid for group in inventory.groups[name] for uid in group] for name in self._optimizers}
         self._params = {name: [inventory.live[uid] for uid in uids] for name, uids in self._uids.items()}
-        self._all = list(chain.from_iterable(self._params.values()))
+        self._groups = self._groups_now()
+        """As the optimizers have them, with what other ranks store."""
         self._known: Described | None = None
         self._places_then: list[Any] = []
         params = inventory.params()
@@ -156,7 +161,7 @@ class Live:
 
     def describe(self) -> tuple[Described, tuple[StoredOptimizer, ...]]:
         """Everything as it is now: buffers are copied, the rest is where it is. The optimizers' hyper is left empty."""
-        if self._structure.has_changed() or self._groups_changed():
+        if self._structure.has_changed() or self.groups_changed():
             self.refresh()
         values = self._state_values()
         known = self._known
@@ -211,6 +216,8 @@ class Live:
 
     def hyper(self) -> dict[str, list[dict[str, Any]]]:
         """A copy of every optimizer's hyperparameters by group."""
+        for optimizer in self._optimizers.values():
+            follow_outer(optimizer)
         return {
             name: [
                 tree.freeze({k: v for k, v in group.items() if k != "params"}, path=name) for group in optimizer.param_groups
@@ -235,15 +242,27 @@ class Live:
         """What differs if buffers have been changed, but for what no version counter shows."""
         return list(map(_version, self._buffers))
 
-    def gradients_mark(self) -> list[tuple[Any, int]]:
-        """What differs if other gradients are on the parameters, or these have been changed."""
+    def gradients_mark(self) -> GradientsMark:
+        """What gradients are on the parameters, and their versions: see has_gradients_of()."""
         grads = [p.grad for _, p in self._held]
         # Weak references: a gradient that is gone may have lent its id to the next.
         return [(weakref.ref(g), g._version) for g in grads if g is not None]
 
-    def _groups_changed(self) -> bool:
-        now = list(chain.from_iterable(g["params"] for o in self._optimizers.values() for g in o.param_groups))
-        return not self._is_part and not _same(now, self._all)
+    def has_gradients_of(self, mark: GradientsMark) -> bool:
+        """Whether the gradients that are on the parameters are those of a mark, unchanged."""
+        now = self.gradients_mark()
+        # By identity: references to living tensors compare these, element by element.
+        return len(now) == len(mark) and all(g() is h() and v == w for (g, v), (h, w) in zip(now, mark, strict=True))
+
+    def _groups_now(self) -> list[list[list[torch.Tensor]]]:
+        return [[list(group["params"]) for group in optimizer.param_groups] for optimizer in self._optimizers.values()]
+
+    def groups_changed(self) -> bool:
+        """Whether parameters were added, removed or regrouped since everything was last looked at."""
+        return any(
+            len(now) != len(known) or not all(map(_same, now, known))
+            for now, known in zip(self._groups_now(), self._groups, strict=True)
+        )
 
     def _state_values(self) -> list[Any] | None:
         """All that the optimizers keep of what this process stores, if that are dense tensors, and for every parameter; else

@@ -52,12 +52,16 @@ class _Trash:
         self.tensors = tensors
 
 
+class _Discard:
+    """What has been handed over of the frame that is not committed does not count."""
+
+
 class _Stop:
     def __init__(self, finish: bool) -> None:
         self.finish = finish
 
 
-_Job = tuple[int, Item, int] | PendingCommit | _Flush | _Stop | _Trash
+_Job = tuple[int, Item, int] | PendingCommit | _Flush | _Stop | _Trash | _Discard
 
 
 class Offload:
@@ -125,6 +129,10 @@ class Offload:
         """Drop references in the writer thread: freeing large memory takes time."""
         self._jobs.put(_Trash(tensors))
 
+    def discard(self) -> None:
+        """Nothing that was handed over since the last commit has happened. Its records stay, and no operation means them."""
+        self._jobs.put(_Discard())
+
     def has_room(self) -> bool:
         steps, num_bytes = self.inflight()
         return steps < self._max_steps and (num_bytes <= self._max_bytes or steps == 0)
@@ -173,6 +181,9 @@ class Offload:
             if isinstance(job, _Trash):
                 job.tensors = []
                 continue
+            if isinstance(job, _Discard):
+                self._drop()
+                continue
             begun = time.perf_counter()
             try:
                 if isinstance(job, _Flush):
@@ -219,6 +230,13 @@ class Offload:
             frame.seals.append((len(frame.ops) - 1, item.seal))
         elif isinstance(item, PendingEarly):
             self.on_part()
+
+    def _drop(self) -> None:
+        if self._frame is not None:
+            for _, seal in self._frame.seals:
+                seal.break_open()
+            self._frame.ops, self._frame.seals = [], []
+        self._encoder.sent.end_frame()
 
     def _open(self, step: int) -> _Open:
         if self._frame is None:
@@ -278,6 +296,7 @@ class Offload:
         self._encoder.sent.end_frame()
         self._unsynced = 0
         self._log.abandon()
+        files.note("failed")
         with self._room:
             self._room.notify_all()
 

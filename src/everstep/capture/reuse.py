@@ -17,6 +17,7 @@ from everstep import codec
 from everstep.atoms import PIECE_ELEMENTS
 from everstep.capture.scaling import Coefficients
 from everstep.capture.sent import Ledger
+from everstep.errors import CodecError
 from everstep.frame import Gradient, ScaledGradient, TensorRef
 from everstep.memory import CODE_BY_DTYPE, Bytes, strides_of
 from everstep.payloads import Payload
@@ -56,12 +57,15 @@ class Reuse:
             _Encoded(*payload.piece(at // dtype.itemsize, min(at + size, len(raw)) // dtype.itemsize), raw[at : at + size])
             for at in range(0, len(raw), size)
         ]
-        coefficient = None
-        if not all(a is not None and np.array_equal(a, b) for a, b in _pairs(pieces, dtype)):
-            coefficient = self._coefficient(pieces, dtype)
-            if coefficient is None:
-                self._ledger.reused_void_bytes += len(raw)
-                return None
+        try:
+            is_same = all(a is not None and np.array_equal(a, b) for a, b in _pairs(pieces, dtype))
+            coefficient = None if is_same else self._coefficient(pieces, dtype)
+        except CodecError:  # no reader would take this payload
+            is_same, coefficient = False, None
+        if not is_same and coefficient is None:
+            self._ledger.reused_void_bytes += len(raw)
+            return None
+        if not is_same:
             self._ledger.reused_scaled_bytes += len(raw)
         first = -1
         for i, piece in enumerate(pieces):

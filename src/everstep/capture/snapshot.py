@@ -74,8 +74,10 @@ class Snapshot:
                     writer.abandon()
         finally:
             self._leaving.forget()
-            self.done.set()
-            self._on_done(self)
+            try:
+                self._on_done(self)
+            finally:
+                self.done.set()  # whoever waits for it finds all told
 
     def _finish(self, writer: BaseWriter) -> None:
         if self._audit is not None:

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from everstep import background
+from everstep import background, forks
 from everstep import cursor as cursors
 from everstep.atoms import Layout
 from everstep.capture.ahead import Ahead, Job
@@ -30,7 +30,7 @@ from everstep.capture.live import Described, Live, pack_hyper
 from everstep.capture.recorder import Destination, Recorder
 from everstep.capture.snapshot import COPY_AT_ONCE_BYTES, Snapshot
 from everstep.errors import HiddenEditWarning, PoolFullError, StorageError
-from everstep.format.documents import Manifest, StoredOptimizer
+from everstep.format.documents import TRAINER, Manifest, StoredOptimizer
 from everstep.naming import Inventory
 from everstep.store.bases import Slot
 from everstep.store.pools import Pools
@@ -103,6 +103,7 @@ class States(Recorder):
         """uids of tensors that are edited between a commit and the next update: they are copied at once."""
         self._room: Room = NoRoom()
         self._updates = 0
+        self._forks = forks.count
         self._hyper = self._live.hyper()
         self._carried_before: dict[int, Slot] = {}
         """Places of gradients that were once left on their parameters: they are kept, so that the pool fits."""
@@ -151,7 +152,11 @@ class States(Recorder):
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread = background.start(self._run, "everstep-offload")
         if settings.layerwise:
-            self._watch_layers(models)
+            try:
+                self._watch_layers(models)
+            except BaseException:
+                self.close(finish=False)
+                raise
 
     @property
     def layout(self) -> Layout:
@@ -160,6 +165,8 @@ class States(Recorder):
     # -- hooks --------------------------------------------------------------------------------------------------------
 
     def _before_update(self, *_: Any) -> None:
+        if forks.count != self._forks:
+            return  # a forked child trains for itself: no thread carries anything there
         begun, stalled = time.perf_counter(), self.stall_s
         if not self._updates:
             self._means.add("quiet_s", begun - self._committed_at)
@@ -168,7 +175,7 @@ class States(Recorder):
         self._hook_s += time.perf_counter() - begun - (self.stall_s - stalled)
 
     def _after_update(self, *_: Any) -> None:
-        self._updates += 1
+        self._updates += forks.count == self._forks
 
     def _quiet_ends(self, now: float) -> None:
         """Something is about to be updated."""
@@ -243,6 +250,8 @@ class States(Recorder):
         if not self._updates and not self._was_edited():
             return False
         now, hyper = cursor(), self._live.hyper()  # may raise (an extra's state_dict): then everything stays pending
+        if self._live.groups_changed():
+            self._live.refresh()  # so may this: what is new cannot be stored, or not with several ranks
         self.step += 1
         self._hyper = hyper
         self._stalled_s += self.count_time()
@@ -330,7 +339,7 @@ class States(Recorder):
             )
             return {
                 "run": d.run, "timeline": d.timeline, "generation": d.generation, "layout": layout,
-                "optimizers": stored, "cursor": cursors.encode(cursor), "carried": carried, "audit": "trainer",
+                "optimizers": stored, "cursor": cursors.encode(cursor), "carried": carried, "audit": TRAINER,
                 "fingerprint": d.fingerprint,
             }  # fmt: skip
 
@@ -526,18 +535,19 @@ class States(Recorder):
     def _was_edited(self) -> bool:
         """Whether the state was changed otherwise than by updates since the last commit.
 
-        Buffers that forward changed are no reason for a step while gradients are being accumulated: that is one with its
-        update.
+        Buffers that forward changed, or other groups, are no reason for a step while gradients are being accumulated: that
+        is one with its update.
         """
         if self._destination.is_shared:
             return False
-        return self._live.mark() != self._mark or (self._buffers_changed() and self._grads_are_same())
+        has_more = self._buffers_changed() or self._live.groups_changed()
+        return self._live.mark() != self._mark or (has_more and self._grads_are_same())
 
     def _buffers_changed(self) -> bool:
         return self._live.buffers_mark() != self._buffers
 
     def _grads_are_same(self) -> bool:
-        return self._live.gradients_mark() == self._grads
+        return self._live.has_gradients_of(self._grads)
 
     def is_as_committed(self) -> bool:
         """Whether the live state still is S(step), as far as version counters tell."""
@@ -545,6 +555,7 @@ class States(Recorder):
             not self.pending()
             and self._live.mark() == self._mark
             and not self._buffers_changed()
+            and not self._live.groups_changed()
             and self._grads_are_same()
         )
 

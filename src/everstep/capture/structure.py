@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import cycle
 from operator import attrgetter, is_
+from typing import Any
 
+from everstep import sharding
 from everstep.capture.registrations import Registrations
 from everstep.naming import Inventory
 
 LOOK_AT_CONTAINERS = 8
 """At least so many of the dicts that modules keep their tensors in are looked at at a time."""
 _requires_grad = attrgetter("requires_grad")
+_Part = tuple[Any, ...]
 
 
 class Structure:
@@ -45,7 +48,15 @@ class Structure:
         each time.
         """
         told, self._registrations.seen = self._registrations.seen, False
-        holders, keys, hung, containers, lengths = self._whole if told else next(self._parts)
+        if not self._differs(self._whole if told else next(self._parts)):
+            return False
+        if not self.inventory.gathering:
+            return True
+        sharding.let_go(self.inventory.gathering)
+        return self._differs(self._whole)
+
+    def _differs(self, part: _Part) -> bool:
+        holders, keys, hung, containers, lengths = part
         return (
             not all(map(is_, map(dict.get, holders, keys), hung))
             or list(map(len, containers)) != lengths

@@ -38,6 +38,7 @@ from everstep.capture.trial import Trial
 from everstep.errors import InexactWarning
 from everstep.fold import class_name
 from everstep.memory import same_bits, view_as_bits
+from everstep.naming import follow_outer, outer_of
 
 LEARNING_UPDATES = 3
 LOOK_AT_ONCE = 48
@@ -45,6 +46,7 @@ LOOK_AT_ONCE = 48
 SHARE = 8
 """Of more, one in so many, at one update in LOOK_EVERY: whoever holds the memory of one mostly holds all, and each time."""
 LOOK_EVERY = 4
+_FIXED = frozenset((int, float, bool, str, bytes, complex, type(None)))
 MAX_DEVIATIONS = 8
 """After so many updates whose gradients were not let go, they are copied for good."""
 NEVER_REPLAYED = frozenset(("torch.optim.LBFGS",))
@@ -220,7 +222,7 @@ class Tap:
         self._left_at_commit = False
         self._carry_kinds: dict[int, str] = {}
         self._carry_versions: dict[int, int] = {}
-        self.updates = 0
+        self.updates = self._told_updates = 0
         self.thread_s = 0.0
         """Time that hooks have taken from the training thread."""
         self.copied_bytes = 0
@@ -233,6 +235,9 @@ class Tap:
             optimizer.register_step_post_hook(self._post),
             optimizer.register_load_state_dict_post_hook(lambda _: recorder.state_loaded(name)),
         ]
+        # The first of all: what another's hook edits after an update is no part of it.
+        hooks: Any = optimizer._optimizer_step_post_hooks
+        hooks.move_to_end(self._handles[1].id, last=False)
         self._wrap_zero_grad()
         payloads.readers.add(self)
 
@@ -248,6 +253,8 @@ class Tap:
     # -- parameter groups ---------------------------------------------------------------------------------------------
 
     def _read_groups(self) -> None:
+        self._is_wrapped = outer_of(self.optimizer) is not None
+        follow_outer(self.optimizer)
         groups = self.optimizer.param_groups
         self.group_uids, uid_of = self._uids_now()
         self._all: list[torch.Tensor] = [p for g in groups for p in g["params"]]
@@ -261,6 +268,8 @@ class Tap:
         self.overwrite = self.overwrite or is_broken_in_torch(self.optimizer)
         self._hyper_bytes = self._encode_hyper()
         self._hyper_values: list[Any] = []
+        self._hyper_is_fixed = False
+        """None of them can be changed in place."""
         self.recorded_hyper: list[dict[str, Any]] = tree.freeze(self.hyper(), path=self.name)
         if self._early is not None:
             self._early.install([] if self.overwrite else self.params, [] if self.overwrite else self.uids)
@@ -295,9 +304,13 @@ class Tap:
 
     def changed_groups(self) -> list[Item]:
         """The groups, if any hyperparameter differs from what was last recorded."""
+        if self._is_wrapped:
+            follow_outer(self.optimizer)
         if self._hyper_is_same():
             return []
-        self._hyper_values = list(chain.from_iterable(map(dict.values, self.optimizer.param_groups)))
+        groups = self.optimizer.param_groups
+        self._hyper_values = list(chain.from_iterable(map(dict.values, groups)))
+        self._hyper_is_fixed = all(_cannot_change(v) for g in groups for k, v in g.items() if k != "params")
         now = self._encode_hyper()
         if now is not None and now == self._hyper_bytes:
             return []
@@ -308,7 +321,8 @@ class Tap:
         """Whether every hyperparameter is the very object that was last recorded, and cannot have changed."""
         values = list(chain.from_iterable(map(dict.values, self.optimizer.param_groups)))
         return (
-            self._hyper_bytes is not None
+            self._hyper_is_fixed
+            and self._hyper_bytes is not None
             and len(values) == len(self._hyper_values)
             and all(map(is_, values, self._hyper_values))
         )
@@ -751,13 +765,18 @@ class Tap:
         if held is None or held.seal is None:
             return False
         if held.seal.dropped.is_set() or not held.attached():
-            return True
+            return self.updates != self._told_updates and not self._has_gradients()
         # Whoever writes into one of them in place mostly writes into all: two are looked at here, all at the next update.
         ends = (0, -1)
         self._left_at_commit = all(held.grads[i]._version == held.versions[i] for i in ends)
         if not self._left_at_commit:
             self.settle(force=True)
         return self._left_at_commit
+
+    def _has_gradients(self) -> bool:
+        """Whether there are gradients after those of the update are gone; of many parameters the first and the last tell."""
+        params = self.params if len(self.params) <= LOOK_AT_ONCE else (self.params[0], self.params[-1])
+        return any(p.grad is not None for p in params)
 
     def carry_is_intact(self) -> bool:
         """Whether the gradients that carried() told of are still there, as they were."""
@@ -788,9 +807,15 @@ class Tap:
             and held is not None
             and held.seal is not None
             and held.seal.dropped.is_set()
+            and self.updates != self._told_updates
+            and not self._has_gradients()
             and not self.groups_changed()
             and self._hyper_is_same()
         )
+
+    def after_commit(self) -> None:
+        """What has been told of is told."""
+        self._told_updates = self.updates
 
     def accumulating(self) -> bool:
         """Whether gradients have appeared or grown since the last update: an accumulation is under way."""
@@ -809,6 +834,10 @@ class Tap:
             self._take_back()
         self._held = None
         return True
+
+
+def _cannot_change(value: Any) -> bool:
+    return type(value) in _FIXED or (type(value) is tuple and all(map(_cannot_change, value)))
 
 
 def is_broken_in_torch(optimizer: Optimizer) -> bool:

@@ -101,7 +101,8 @@ class Trial:
                 return "the replayed state has other entries"
             if live is not None and mine is not None and not _same_state(live, mine):
                 return "the replayed state differs"
-        return ""
+        others = [key for key in self._optimizer.state if not isinstance(key, torch.Tensor)]
+        return f"it keeps state of its own ({others[0]!r}) beside that of its parameters" if others else ""
 
 
 def _numbers_of(optimizer: Optimizer) -> dict[str, int | float]:

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 from torch import nn
+from torch.autograd.graph import increment_version
 from torch.futures import Future
 from torch.optim import Optimizer
 
@@ -54,6 +55,7 @@ class _Known:
         self.residual = rest
         if self.shown is not None:
             self.shown.data = rest.view(self.shown.shape)
+            increment_version(self.shown)  # `.data` does not, and snapshots go by it
 
 
 class Compressor(Generic[P]):
@@ -174,13 +176,16 @@ class Compressor(Generic[P]):
             self._agreed = True
         if bucket.index() == 0:
             self._turn += 1
+        world, buffer = dist.get_world_size(group), bucket.buffer()
+        if buffer.is_sparse or not self.takes(buffer.dtype):
+            return _all_reduced(buffer, world, group)
         params, shaped = bucket.parameters(), bucket.gradients()
         grads = [_in_memory(g) for g in shaped]
-        world = dist.get_world_size(group)
-        if not self.takes(bucket.buffer().dtype):
-            return _all_reduced(bucket.buffer(), world, group)
         known = [self._know(p) for p in params]
-        wholes = [self._with_residual(k, g) for k, g in zip(known, grads, strict=True)]
+        # One that backward did not come to has zeros here. If no rank came to it, nobody will use what is sent of it: its
+        # residual waits.
+        waits = [p.grad is None or k.residual is None for p, k in zip(params, known, strict=True)]
+        wholes = [g if w else self._with_residual(k, g) for k, g, w in zip(known, grads, waits, strict=True)]
         odd = [not _is_finite(w) for w in wholes]
         rank = dist.get_rank(group)
         # What is odd takes its place in the message all the same, as zeros: messages of all ranks are of one length.
@@ -189,15 +194,15 @@ class Compressor(Generic[P]):
             for k, w, is_odd in zip(known, wholes, odd, strict=True)
         ]
         seeds = [self._seed(k, -1) for k in known]
-        buffer, left_alone = bucket.buffer(), []
+        left_alone: list[int] = []
 
         def finish(future: "Future[tuple[list[P], list[bool]]]") -> Any:
             mean, odd = future.value()
             for i, (payload, is_odd) in enumerate(zip(mean, odd, strict=True)):
                 if is_odd:
-                    left_alone.append(grads[i])
+                    left_alone.append(i)
                     continue
-                if known[i].residual is not None:
+                if not waits[i]:
                     self.write(mine[i], grads[i])
                     self._keep_rest(known[i], wholes[i], grads[i])
                 self.write(payload, grads[i])
@@ -208,11 +213,12 @@ class Compressor(Generic[P]):
         done = _then(_done((mine, odd)) if world == 1 else self.exchange(mine, odd, seeds, group), finish)
 
         def settle() -> None:
-            """When backward has computed everything, just before DDP itself waits for what is under way."""
+            """When backward has computed everything, just before DDP itself waits for what is under way; in the first
+            backward of a static graph, just after that."""
             done.wait()
-            for g in left_alone:
-                if world > 1:
-                    dist.all_reduce(g.div_(world), group=group)
+            for i in left_alone if world > 1 else ():
+                dist.all_reduce(grads[i].div_(world), group=group)
+                _put(shaped[i], params[i])
             self._leave_alone(len(left_alone))
 
         try:
@@ -301,6 +307,12 @@ class Compressor(Generic[P]):
 def _in_memory(grad: torch.Tensor) -> torch.Tensor:
     """All elements of a dense tensor in the order in which they lie in memory, as a view."""
     return grad.view(-1) if grad.is_contiguous() else grad.as_strided((grad.numel(),), (1,), grad.storage_offset())
+
+
+def _put(grad: torch.Tensor, param: torch.Tensor) -> None:
+    """A gradient has changed in its bucket: the parameter may have a copy of it already."""
+    if param.grad is not None and param.grad.data_ptr() != grad.data_ptr():
+        param.grad.detach().copy_(grad)
 
 
 def _is_finite(flat: torch.Tensor) -> bool:

@@ -14,6 +14,7 @@ from everstep.payloads import Codes
 
 BLOCK = 256
 ROUNDINGS = ("nearest", "stochastic")
+_LARGEST = torch.finfo(torch.float32).max
 
 
 class Quantize(Compressor[Codes]):
@@ -53,7 +54,9 @@ class Quantize(Compressor[Codes]):
             quotients.floor_()
         else:
             quotients.round_()
-        codes = quotients.clamp_(-top, top).to(torch.int8).view(-1)[: flat.numel()]
+        # A scale that was rounded up, times the largest code, may be more than float32 has.
+        limits = torch.floor(_LARGEST / wide).clamp_(max=top)
+        codes = torch.clamp(quotients, -limits, limits).to(torch.int8).view(-1)[: flat.numel()]
         return Codes(scales, codes, BLOCK, self.bits)
 
     def write(self, payload: Codes, out: torch.Tensor) -> None:
@@ -76,8 +79,8 @@ class Quantize(Compressor[Codes]):
                 for rank in parts:
                     scales, codes = rank[2 * at].clone().view(torch.bfloat16), rank[2 * at + 1].view(torch.int8)
                     self.write(Codes(scales, codes, BLOCK, self.bits), one)
-                    total += one
-                found.append(self.compress(total.div_(len(parts)), seeds[at]))
+                    total += one.div_(len(parts))  # before it is added: then no sum is out of range, or by rounding alone
+                found.append(self.compress(total.clamp_(-_LARGEST, _LARGEST), seeds[at]))
             return found
 
         return gathered(message, odd, group, merge)

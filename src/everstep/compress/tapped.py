@@ -8,6 +8,7 @@ step.
 
 # No `from __future__ import annotations`: DDP looks at the annotations of hooks, and wants classes.
 
+import collections
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -18,9 +19,13 @@ from torch.futures import Future
 
 from everstep import tree
 from everstep.compress.agree import agree
-from everstep.errors import UsageError
+from everstep.errors import UnsupportedValueError, UsageError
 
 _RANDOM = "numpy.random.RandomState"
+_CONSTANTS = frozenset({bool, int, float, complex, str, bytes, torch.dtype, torch.device})
+_POWER_SGD = "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook"
+_VALUES = (dict, list, tuple, set, collections.deque, bytearray, torch.Tensor, np.ndarray)
+"""Things whose attributes, if they have any, are not what they consist of."""
 
 
 def tap(hook: Callable[[Any, Any], Any], state: Any = None) -> "Tapped":
@@ -39,6 +44,8 @@ class Tapped:
         self.process_group: Any = None
         """That of the DDP module, where it is not the default one."""
         self._agreed = False
+        self._talks_within = any(cls.__module__ == _POWER_SGD for cls in type(state).__mro__)
+        """Whether its callbacks send messages, and wait for them: on gloo those of another bucket get in their way."""
         self._checked: set[tuple[int, int]] = set()
 
     def describe(self) -> dict[str, Any]:
@@ -59,7 +66,7 @@ class Tapped:
                 "torch.futures.Future of one tensor"
             )
         key = (bucket.index(), buffer.numel())
-        if key not in self._checked:
+        if key not in self._checked or (self._talks_within and buffer.device.type == "cpu"):
             # The first time, here: what is raised in a future loses its type.
             self._check(future.wait(), buffer)
             self._checked.add(key)
@@ -87,31 +94,74 @@ class Tapped:
         state = self.state
         if callable(getattr(state, "state_dict", None)):
             return {"state": tree.freeze(state.state_dict(), path="compress.state")}
-        return {"state": {k: _frozen(v, k) for k, v in _attributes(state).items()}}
+        found = {name: _plain(value) for name, value in _remembered(state).items()}
+        return {"state": tree.freeze(found, path="compress.state")}
 
     def set_position(self, position: Mapping[str, Any]) -> None:
         """The inverse of position()."""
-        if callable(getattr(self.state, "load_state_dict", None)):
-            self.state.load_state_dict(tree.freeze(position["state"]))
-            return
-        for name, value in position["state"].items():
-            if isinstance(value, dict) and set(value) == {_RANDOM}:
-                getattr(self.state, name).set_state(tuple(value[_RANDOM]))
-            else:
-                setattr(self.state, name, tree.freeze(value))
+        state = self.state
+        if callable(getattr(state, "load_state_dict", None)):
+            state.load_state_dict(tree.freeze(position["state"]))
+        elif isinstance(state, dict):
+            found = {key: _thawed(value, state.get(key)) for key, value in position["state"].items()}
+            for key in [key for key, value in state.items() if not isinstance(value, dist.ProcessGroup)]:
+                del state[key]
+            for key, value in found.items():
+                state[key] = value
+        else:
+            for name, value in position["state"].items():
+                setattr(state, name, _thawed(value, getattr(state, name, None)))
 
 
-def _attributes(state: Any) -> dict[str, Any]:
-    """Those of an object that are its own, without process groups: each process has its own."""
-    if state is None or isinstance(state, dist.ProcessGroup):
+def _remembered(state: Any) -> dict[Any, Any]:
+    """What a state consists of, by name, without process groups: each process has its own."""
+    if _is_constant(state):
         return {}
-    slots = [name for cls in type(state).__mro__ for name in getattr(cls, "__slots__", ())]
-    found = {name: getattr(state, name) for name in slots if hasattr(state, name)}
+    found = _attributes(state)
+    if isinstance(state, dict) and not found:
+        found = dict(state)
+    elif isinstance(state, _VALUES) or not (hasattr(state, "__dict__") or _slots(type(state))):
+        raise UnsupportedValueError(
+            f"compress.state: cannot store this {type(state).__name__}, the state of a tapped hook. Give the hook a dict, "
+            "an object with attributes, or one with state_dict() and load_state_dict()"
+        )
+    return {name: value for name, value in found.items() if not isinstance(value, dist.ProcessGroup)}
+
+
+def _is_constant(value: Any) -> bool:
+    """Whether there is nothing in it that a hook could change."""
+    if isinstance(value, tuple):
+        return all(map(_is_constant, value))
+    return value is None or isinstance(value, dist.ProcessGroup) or type(value) in _CONSTANTS
+
+
+def _attributes(state: Any) -> dict[Any, Any]:
+    """Those of an object that are its own."""
+    found = {name: getattr(state, name) for name in _slots(type(state)) if hasattr(state, name)}
     found.update(getattr(state, "__dict__", {}))
-    return {k: v for k, v in found.items() if not isinstance(v, dist.ProcessGroup)}
+    return found
 
 
-def _frozen(value: Any, name: str) -> Any:
-    if isinstance(value, np.random.RandomState):
-        return {_RANDOM: list(value.get_state(legacy=True))}
-    return tree.freeze(value, path=f"compress.state.{name}")
+def _slots(kind: type) -> list[str]:
+    """As attributes are called: a name of two underscores is its class's own."""
+    found = []
+    for cls in kind.__mro__:
+        given = cls.__dict__.get("__slots__", ())
+        for name in (given,) if isinstance(given, str) else given:
+            is_private = name.startswith("__") and not name.endswith("__") and cls.__name__.strip("_")
+            if name not in ("__dict__", "__weakref__"):
+                found.append(f"_{cls.__name__.lstrip('_')}{name}" if is_private else name)
+    return found
+
+
+def _plain(value: Any) -> Any:
+    return {_RANDOM: list(value.get_state(legacy=True))} if isinstance(value, np.random.RandomState) else value
+
+
+def _thawed(value: Any, live: Any) -> Any:
+    """What was stored; a source of random numbers stays the same object."""
+    if not isinstance(value, dict) or set(value) != {_RANDOM}:
+        return tree.freeze(value)
+    source = live if isinstance(live, np.random.RandomState) else np.random.RandomState()
+    source.set_state(tuple(value[_RANDOM]))
+    return source

@@ -33,7 +33,7 @@ class TopK(Compressor[Kept]):
         return dtype.is_floating_point and dtype.itemsize >= 2
 
     def compress(self, flat: torch.Tensor, seed: int) -> Kept:
-        count = max(1, math.ceil(self.ratio * flat.numel()))
+        count = min(flat.numel(), max(1, math.ceil(self.ratio * flat.numel())))
         indices = torch.topk(flat.abs(), count, sorted=False).indices.sort().values
         return Kept(indices, flat[indices], flat.numel())
 
@@ -63,9 +63,10 @@ class TopK(Compressor[Kept]):
 
 
 def _mean(indices: list[torch.Tensor], values: list[torch.Tensor], numel: int) -> Kept:
-    """Summed in the order of the ranks, so that all get the same bits."""
+    """Summed in the order of the ranks, so that all get the same bits, and divided first, so that none is out of range."""
     union, places = torch.unique(torch.cat(indices), return_inverse=True)
-    total = torch.zeros(union.numel(), dtype=values[0].dtype, device=values[0].device)
+    total = torch.zeros(union.numel(), dtype=torch.float64, device=values[0].device)
     for place, value in zip(torch.split(places, [i.numel() for i in indices]), values, strict=True):
-        total[place] += value
-    return Kept(union, total.div_(len(values)), numel)
+        total[place] += value.double() / len(values)
+    largest = torch.finfo(values[0].dtype).max
+    return Kept(union, total.clamp_(-largest, largest).to(values[0].dtype), numel)

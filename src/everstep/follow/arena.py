@@ -71,23 +71,29 @@ class Home:
     def __init__(self, folder: str) -> None:
         self._folder = folder
         self._arena: Arena | None = None
+        self._outgrown: list[Arena] = []
+        """Something of a state may still lie there: it was to be moved, and there was no memory."""
 
-    def settle(self, state: State) -> None:
-        """Move what lies elsewhere into the arena; into a new one, if this one is full."""
+    def settle(self, state: State) -> bool:
+        """Move what lies elsewhere into the arena; into a new one, if this one is full. Whether there was anything to move.
+        A StorageError if there is no memory: everything is then where it was, or moved, and this can be tried again."""
         strays = [(holder, key, t) for holder, key, t in _places(state) if self._is_stray(t)]
-        if not strays:
-            return
-        if self._arena is not None and all(self._move(*stray) for stray in strays):
-            return
-        old = self._arena
-        everything = list(_places(state))
-        # Moments that the first update will make come to some three times the parameters.
-        self._arena = Arena(self._folder, 4 * sum(t.numel() * t.element_size() for _, _, t in everything))
-        for place in everything:
-            if not self._move(*place):
-                raise AssertionError("an arena is too small for what it was made for")
-        if old is not None:
-            old.close()
+        if strays and not (self._arena is not None and all(self._move(*stray) for stray in strays)):
+            everything = list(_places(state))
+            # Moments that the first update will make come to some three times the parameters.
+            made = Arena(self._folder, 4 * sum(t.numel() * t.element_size() for _, _, t in everything))
+            if self._arena is not None:
+                self._outgrown.append(self._arena)
+            self._arena = made
+            for place in everything:
+                if not self._move(*place):
+                    raise AssertionError("an arena is too small for what it was made for")
+        self._close_outgrown()
+        return bool(strays)
+
+    def _close_outgrown(self) -> None:
+        while self._outgrown:
+            self._outgrown.pop().close()
 
     def _is_stray(self, tensor: torch.Tensor) -> bool:
         return tensor.dim() > 0 and tensor.is_contiguous() and (self._arena is None or self._arena.offset_of(tensor) is None)
@@ -142,6 +148,7 @@ class Home:
         return piece_sums(self.bytes_of(stored), stored.uid, dtype_named(stored.dtype).itemsize) == stored.sums
 
     def close(self) -> None:
+        self._close_outgrown()
         if self._arena is not None:
             self._arena.close()
         self._arena = None

@@ -134,7 +134,7 @@ class ShadowKeeper(Keeper):
         if not self._spilled and (lag > limit or scarce):
             if self._on_lag == "wait" and not scarce and self._all_are_there():
                 with self._progressed:
-                    while self._memory.num_bytes() > limit and self._all_are_there() and not self._hurries:
+                    while self._memory.num_bytes() > limit and self._all_are_there() and not self._must_go_on():
                         self._progressed.wait(0.1)
                         self._release()
                 return
@@ -153,12 +153,21 @@ class ShadowKeeper(Keeper):
 
     def never_stored(self, first: int, last: int) -> None:
         super().never_stored(first, last)
+        with self._guard:
+            self._open_frame = None
+        for talk in self._talks:
+            talk.never_stored(last)
         if not (self.unfit or self._spilled) and self._memory_is_scarce():  # it got full faster than was looked
             self._spill("shared memory is full")
 
     def _all_are_there(self) -> bool:
         """Only then does waiting help: a rank whose shadow is gone gets to its next base if the others go on."""
         return self.folded >= 0 and (self._least is None or self._least.value >= 0)
+
+    def _must_go_on(self) -> bool:
+        """Whether nothing may be waited for: the run is about to close, or a shadow waits for a base itself, which is there
+        only when the steps before it are stored."""
+        return self._hurries or bool(self._needs_base) or self._mismatch is not None
 
     def _release(self) -> None:
         floor = self.folded
@@ -225,8 +234,7 @@ class ShadowKeeper(Keeper):
     def let_go(self) -> None:
         """Training does not wait for the shadow from here on."""
         self._hurries = True
-        with self._progressed:
-            self._progressed.notify_all()
+        self._wake_writer()
 
     def store_log(self) -> None:
         """Return when the shadow has copied the log to disk, if it is to; or stops doing it, and that is said."""
@@ -293,8 +301,7 @@ class ShadowKeeper(Keeper):
         """All ranks' shadows have more, or one is gone. In a thread of its own."""
         for talk in self._talks:
             talk.wake()
-        with self._progressed:
-            self._progressed.notify_all()
+        self._wake_writer()
 
     def frames(self, after: int) -> list[FrameEntry]:
         with self._guard:
@@ -317,8 +324,7 @@ class ShadowKeeper(Keeper):
         for talk in self._talks:
             if talk is not conversation:
                 talk.wake()  # what all have received may be more now
-        with self._progressed:
-            self._progressed.notify_all()
+        self._wake_writer()
 
     def heard_base(self, step: int) -> None:
         self._follower_bases += 1
@@ -327,9 +333,15 @@ class ShadowKeeper(Keeper):
 
     def heard_mismatch(self, text: str) -> None:
         self._mismatch = text
+        self._wake_writer()
 
     def needs_base(self, why: str) -> None:
         self._needs_base = why
+        self._wake_writer()
+
+    def _wake_writer(self) -> None:
+        with self._progressed:
+            self._progressed.notify_all()
 
     def go_without(self, why: str) -> None:
         """The log goes to disk, and bases come from the trainer, as without a shadow."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 
 from everstep import tree
 from everstep.atoms import state_uid
-from everstep.errors import AuditError, CorruptionError
+from everstep.errors import AuditError, CorruptionError, StorageError
 from everstep.fold import Folder, State
 from everstep.format.documents import FOLDED, IN_PART, Manifest, StoredOptimizer
 from everstep.format.parts import Part
@@ -19,7 +20,7 @@ from everstep.memory import strides_of
 from everstep.restore.execute import audit, load_base, open_frames
 from everstep.restore.plan import Line, Plan, line_of
 from everstep.store import files
-from everstep.store.bases import BaseWriter, Slot, base_folder, check_base
+from everstep.store.bases import BaseWriter, Slot, base_folder, check_base, read_manifest
 from everstep.store.runs import RunPath, read_listing
 from everstep.store.segments import FrameEntry, Segment, StoredFrame
 
@@ -111,20 +112,37 @@ class Held:
         writer = BaseWriter(
             self._path.bases(self.timeline), state.step, slots, direct=direct, rank=self._path.rank, part=self.part
         )
-        for index in writer.order:
-            writer.add(tensors[index])
-        self._sync_log()
-        manifest = writer.finish(
-            run=self._path.read_run().run, timeline=self.timeline, generation=self.generation, step=state.step,
-            layout=state.layout, cursor=state.cursor, audit=FOLDED if self.complete else IN_PART,
-            fingerprint=self._fingerprint, **fields,
-        )  # fmt: skip
-        check_base(base_folder(self._path.bases(self.timeline), state.step), manifest)
+        try:
+            for index in writer.order:
+                writer.add(tensors[index])
+            self._sync_log()
+            manifest = writer.finish(
+                run=self._path.read_run().run, timeline=self.timeline, generation=self.generation, step=state.step,
+                layout=state.layout, cursor=state.cursor, audit=FOLDED if self.complete else IN_PART,
+                fingerprint=self._fingerprint, **fields,
+            )  # fmt: skip
+        except BaseException:
+            with contextlib.suppress(StorageError):  # the first error is the one to report
+                writer.abandon()
+            raise
+        manifest = checked_base(base_folder(self._path.bases(self.timeline), state.step), manifest)
         self._base = manifest
         return manifest
 
     def _sync_log(self) -> None:
         """What must be on stable storage before a base of it is."""
+
+
+def checked_base(folder: str, manifest: Manifest) -> Manifest:
+    """Read a base back. The trainer may have put its own in its place meanwhile: then that is the one there is."""
+    try:
+        check_base(folder, manifest)
+    except CorruptionError:
+        now = read_manifest(folder, manifest.part)
+        if now is None or now.audit == manifest.audit:
+            raise
+        return now
+    return manifest
 
 
 class Compactor(Held):

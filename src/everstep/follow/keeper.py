@@ -50,6 +50,9 @@ class Keeper:
     ) -> None:  # fmt: skip
         self._world_size = world_size
         self._has_log = has_log
+        self.is_by_number = world_size > 1 and not has_log
+        """Bases are due at multiples of the interval, whenever the last one was: without a log only those count that all
+        ranks have, and ranks do not talk while they train."""
         self._compared = -1
         self._drift: list[str] = []
         self._told_of_drift: set[str] = set()
@@ -94,6 +97,9 @@ class Keeper:
         if self._drift:
             drift, self._drift = self._drift, []
             warnings.warn(f"ranks have drifted apart: {'; '.join(drift[:5])}", HiddenEditWarning, stacklevel=4)
+        if self.is_by_number:
+            is_due = step // self._interval > (step - 1) // self._interval
+            return f"all ranks take one at step {step}" if is_due else ""
         since = step - max(self.base_step, 0)
         if since < self._interval:
             return ""

@@ -19,7 +19,7 @@ from everstep.follow.serve import OUTPUT, SOCKET, no_payload
 from everstep.follow.shadow import DISK, MEMORY
 from everstep.follow.talk import SEND_S, Conversation, Subject, Trainer
 from everstep.link import addresses
-from everstep.link.messages import Ack, Welcome
+from everstep.link.messages import Ack, Resume, Welcome
 from everstep.link.sockets import Channel
 from everstep.store.segments import FrameEntry
 
@@ -81,7 +81,10 @@ class LocalShadow(Conversation):
             except OSError:
                 yield False
             else:
-                yield True
+                try:
+                    yield True
+                finally:
+                    fcntl.flock(fd, fcntl.LOCK_UN)  # a process that was forked meanwhile has this descriptor, too
         finally:
             os.close(fd)
 
@@ -157,6 +160,8 @@ class LocalShadow(Conversation):
         if welcome.step < 0:
             self._it_died()
         self._folded_before = -1
+        if self.trainer.base_step > self.subject.resume_step:
+            self._messages.put(Resume(self.subject.generation, self.subject.timeline, self.trainer.base_step))
 
     def _it_died(self) -> None:
         folded, base = self._folded_before, self.trainer.base_step

@@ -24,8 +24,10 @@ from everstep.follow.shares import PartFrame, Share
 from everstep.format import records
 from everstep.format.segment import parse_name
 from everstep.link import addresses, sockets
+from everstep.link.auth import ServerHandshake
 from everstep.link.messages import Bytes, Document, Hello, Message, Trouble
 from everstep.link.messages import Share as ShareMessage
+from everstep.link.protocol import Sink
 from everstep.link.sockets import Channel
 from everstep.store import files, retention, shared
 from everstep.store.retention import Retention
@@ -37,6 +39,8 @@ _MAX_DOCUMENT_BYTES = 64 << 20
 _MAX_PART_BYTES = 64 << 20
 _MAX_SHARE_BYTES = 8 << 20
 _MAX_SEGMENT_BYTES = 1 << 42
+_MAX_STRANGERS = 64
+"""At once; more are not let in. Each is given ten seconds to prove itself."""
 _DOCUMENTS = re.compile(
     r"run\.json|timelines/\d{4,}/(timeline\.json|generations/\d{6,}\.json|layouts/[0-9a-f]{16}\.json)"
 )
@@ -70,6 +74,9 @@ class Inbox:
         """The atoms of which log bytes come; None: all. Then there are gaps between these bytes."""
         self._base: dict[str, int] = {}
         self._last_steps: dict[str, int] = {}
+        """Segment -> the last step of it that is here."""
+        self._newest = -1
+        """The last step of the generation that has arrived: they come in order."""
         self._lock = threading.Lock()
 
     def begin(self, hello: Hello) -> tuple[str, int]:
@@ -99,6 +106,8 @@ class Inbox:
         if self._file is not None:
             self._file.close()
         self._file, self._name, self._got, self._good, self._asked_again = None, "", 0, 0, False
+        self._last_steps.clear()
+        self._newest = -1
         for place in self._places.values():
             place.release(lambda path: False)
         mine = {path for place in self._places.values() for path in place.paths()}
@@ -133,11 +142,14 @@ class Inbox:
             if name != self._name or message.offset != self._got:
                 return memoryview(bytearray(num_bytes))  # sent before the other end heard of the damage: it comes again
         elif name != self._name:
-            if os.path.join(memory.folder, name) in self._last_steps:
-                return memoryview(bytearray(num_bytes))  # said twice
+            current = parse_name(self._name)
+            if current is not None and parsed < current:
+                return memoryview(bytearray(num_bytes))  # said twice: what comes next is not in an older segment
             if message.offset or memory.num_bytes() + num_bytes > self._max_bytes:
                 return None
             if self._file is not None:
+                # More than was announced: the shadow may have found frames that came before a connection was cut.
+                self._last_steps[self._file.path] = parsed[1] - 1
                 self._file.close()
             path = os.path.join(memory.folder, name)
             with contextlib.suppress(FileNotFoundError):
@@ -212,8 +224,8 @@ class Inbox:
             if self._asked_again:
                 return None
             if os.path.basename(entry.path) != self._name:
-                return None if entry.path in self._last_steps else "it has not arrived"
-            if entry.end_offset <= self._good:
+                return None if entry.step <= self._newest else "it has not arrived"
+            if entry.end_offset <= self._good and entry.step <= self._newest:
                 return ""
             if entry.end_offset > self._got:
                 return self._again("it has not arrived")
@@ -227,8 +239,9 @@ class Inbox:
                 frame.check_payloads()
             except (CorruptionError, OSError, ValueError) as e:
                 return self._again(str(e))
-            self._good = entry.end_offset
-            self._last_steps[entry.path] = entry.step
+            self._good = max(self._good, entry.end_offset)
+            self._newest = max(self._newest, entry.step)
+            self._last_steps[entry.path] = self._newest
             return ""
 
     def _again(self, why: str) -> str:
@@ -341,6 +354,8 @@ class Host:
         self._claims = _Claims()
         self._runs: dict[tuple[str, int], _Hosted] = {}
         """By run and rank."""
+        self._strangers = threading.Semaphore(_MAX_STRANGERS)
+        """Taken by connections that have not proven to have the token."""
 
     def accept(self, listener: socket.socket) -> None:
         """Serve everyone who connects, each in a thread. Returns when the listener is closed."""
@@ -348,30 +363,50 @@ class Host:
             try:
                 sock = addresses.accept(listener)
             except OSError:
-                return
-            threading.Thread(target=self._serve, args=(sock,), daemon=True).start()
+                if listener.fileno() < 0:
+                    return
+                time.sleep(serve.ACCEPT_AGAIN_S)
+                continue
+            if self._strangers.acquire(blocking=False):
+                threading.Thread(target=self._serve, args=(sock,), daemon=True).start()
+            else:
+                sock.close()
 
     def _serve(self, sock: socket.socket) -> None:
+        sinks: list[Sink] = []
         try:
-            if self._tls is not None:
-                sock = addresses.serve_tls(sock, self._tls)
-            inboxes: list[Inbox] = []
-            with Channel(sock, lambda m, n: inboxes[0].sink(m, n) if inboxes else None) as channel:
-                handshake = sockets.listen_to(channel, self._token)
+            with contextlib.ExitStack() as opened:
                 try:
-                    hosted = self._hosted(handshake.hello)
-                except EverstepError as e:
-                    sockets.refuse(channel, handshake, str(e))
-                    return
-                if hosted is None:
-                    sockets.admit(channel, handshake)
-                    channel.receive(_ASK_S)
-                    channel.send(Trouble(f"this shadow knows nothing of run {handshake.hello.run}"), timeout=_ASK_S)
-                    return
-                inboxes.append(hosted.inbox)
-                hosted.server.serve(channel, handshake)
+                    if self._tls is not None:
+                        sock = addresses.serve_tls(sock, self._tls)
+                    channel = opened.enter_context(Channel(sock, lambda m, n: sinks[0](m, n) if sinks else None))
+                    handshake = sockets.listen_to(channel, self._token)
+                finally:
+                    self._strangers.release()
+                self._serve_proven(channel, handshake, sinks)
         except (EverstepError, OSError) as e:
             self._say(f"a connection ended: {e}")
+
+    def _serve_proven(self, channel: Channel, handshake: ServerHandshake, sinks: list[Sink]) -> None:
+        """A client that has the token. What it sends goes to the sink that is added here."""
+        try:
+            hosted = self._hosted(handshake.hello)
+        except EverstepError as e:
+            sockets.refuse(channel, handshake, str(e))
+            return
+        if hosted is None:
+            sockets.admit(channel, handshake)
+            channel.receive(_ASK_S)
+            channel.send(Trouble(f"this shadow knows nothing of run {handshake.hello.run}"), timeout=_ASK_S)
+            return
+
+        def sink(message: Message, num_bytes: int) -> memoryview | None:
+            if isinstance(message, Bytes) and not hosted.server.is_trainer(channel):
+                return None
+            return hosted.inbox.sink(message, num_bytes)
+
+        sinks.append(sink)
+        hosted.server.serve(channel, handshake)
 
     def _hosted(self, hello: Hello) -> _Hosted | None:
         """The run's shadow; a trainer gets a new one where there is none."""
@@ -382,6 +417,8 @@ class Host:
         name = f"{hello.run[:8]} rank {hello.rank}" if hello.rank else hello.run[:8]
         with self._lock:
             found = self._runs.get((hello.run, hello.rank))
+            if found is not None and found.shadow.is_over:
+                found.thread.join()  # the next one has what it has left on disk
             if found is None or not found.thread.is_alive():
                 path = RunPath(os.path.join(self._folder, hello.run), hello.rank)
                 if hello.purpose != "train" and not path.exists():

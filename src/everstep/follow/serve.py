@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -65,6 +66,8 @@ MAX_RANKS = 1 << 16
 _REGION_S = 60.0
 _COUNT_S = 5.0
 """How long who asks waits for frames to be counted that a dead trainer has left."""
+ACCEPT_AGAIN_S = 0.05
+"""After a connection could not be taken: the process may have no descriptor left for it."""
 _TELL_S = 2.0
 """A trainer that does not listen for so long is let go; it connects again."""
 
@@ -99,6 +102,16 @@ class Receiver(Protocol):
         ...
 
 
+@dataclass
+class _Client:
+    """A connection of a trainer."""
+
+    channel: Channel
+    hello: Hello
+    share: tuple[ShareMessage, memoryview] | None = None
+    """What it has said that the shadow is to keep; None: everything."""
+
+
 class Server:
     """Connections to one Shadow: of a run, or of one rank's part of it."""
 
@@ -109,7 +122,7 @@ class Server:
         """For trainers on other hosts."""
         self._lock = threading.Lock()
         self._trainer: Channel | None = None
-        self._has_share = self._is_closed = False
+        self._is_closed = False
         self._trainer_generation = self._trainer_timeline = 0
         self._began = time.time()
         shadow.tell = self._tell
@@ -132,22 +145,31 @@ class Server:
             return
         if handshake.hello.purpose == "fetch":
             self._shadow.count(_COUNT_S)  # of several shadows, which step all have depends on it
-        progress = self._shadow.progress
         try:
-            segment, offset = ("", 0) if self._receiver is None else self._receiver.begin(handshake.hello)
+            segment, offset = "", 0
+            if self._receiver is not None and self.is_trainer(channel):
+                segment, offset = self._receiver.begin(handshake.hello)
+            generation, progress = self._shadow.standing()
             sockets.admit(
-                channel, handshake, generation=self._shadow.generation, step=progress.folded, received=progress.received,
+                channel, handshake, generation=generation, step=progress.folded, received=progress.received,
                 base=progress.base, segment=segment, offset=offset,
             )  # fmt: skip
-            {"train": self._train, "fetch": self._fetch, "status": self._status}[handshake.hello.purpose](channel)
+            if handshake.hello.purpose == "train":
+                self._train(_Client(channel, handshake.hello))
+            else:
+                {"fetch": self._fetch, "status": self._status}[handshake.hello.purpose](channel)
         finally:
             with self._lock:
                 if self._trainer is channel:
                     self._trainer = None
                     self._shadow.trainer_gone()
 
+    def is_trainer(self, channel: Channel) -> bool:
+        """Whether this is the trainer's connection. One of a newer generation becomes that by its resume."""
+        return self._trainer is channel
+
     def _refusal(self, hello: Hello, channel: Channel) -> str:
-        """Why this client may not go on; empty if it may. A trainer that may is the trainer from here on."""
+        """Why this client may not go on; empty if it may. A trainer of the generation that was here is here again."""
         if hello.run != self._run:
             return f"this is the shadow of run {self._run}, not of {hello.run}"
         if self._is_closed:
@@ -155,27 +177,51 @@ class Server:
         if hello.purpose != "train":
             return ""
         with self._lock:
-            if hello.generation < max(self._trainer_generation, self._shadow.generation):
-                return f"generation {hello.generation} has been superseded by {self._shadow.generation}"
-            if self._trainer is not None and hello.generation == self._trainer_generation:
-                return f"another trainer of generation {hello.generation} is connected"
-            before, self._trainer, self._trainer_generation = self._trainer, channel, hello.generation
+            reason = self._why_not(hello)
+            if not reason and hello.generation == self._trainer_generation:
+                self._trainer, self._trainer_timeline = channel, hello.timeline
+                self._shadow.attached = True
+            return reason
+
+    def _why_not(self, hello: Hello) -> str:
+        """Why this is not to be the trainer. With the lock."""
+        newest = max(self._trainer_generation, self._shadow.generation)
+        if hello.generation < newest:
+            return f"generation {hello.generation} has been superseded by {newest}"
+        if self._trainer is not None and hello.generation == self._trainer_generation:
+            return f"another trainer of generation {hello.generation} is connected"
+        return ""
+
+    def _take_over(self, client: _Client) -> None:
+        """A trainer of a newer generation has brought what there is to know of it, and is the trainer from here on."""
+        hello = client.hello
+        try:
+            self._shadow.path.read_generation(hello.timeline, hello.generation)
+        except (EverstepError, FileNotFoundError) as e:
+            raise LinkError(f"nothing is known of generation {hello.generation}: {e}") from e
+        with self._lock:
+            reason = self._why_not(hello)
+            if reason:
+                raise LinkError(reason)
+            before, self._trainer, self._trainer_generation = self._trainer, client.channel, hello.generation
             self._trainer_timeline = hello.timeline
             self._shadow.attached = True
         if before is not None:
             before.close()
-        return ""
+        if self._receiver is not None:
+            self._receiver.begin(hello)
 
     # -- a trainer ----------------------------------------------------------------------------------------------------
 
-    def _train(self, channel: Channel) -> None:
-        self._has_share = False
+    def _train(self, client: _Client) -> None:
         while True:
-            for received in channel.receive():
-                self._hear(channel, received)
+            for received in client.channel.receive():
+                self._hear(client, received)
 
-    def _hear(self, channel: Channel, received: Received) -> None:
-        shadow, message = self._shadow, received.message
+    def _hear(self, client: _Client, received: Received) -> None:
+        shadow, channel, message = self._shadow, client.channel, received.message
+        if isinstance(message, (Frame, LogBytes)) and not self.is_trainer(channel):
+            raise LinkError(f"{type(message).__name__} comes before Resume")
         if isinstance(message, Frame):
             entry = FrameEntry(
                 message.step, message.offset, message.footer_offset, self._segment(message.segment),
@@ -194,10 +240,17 @@ class Server:
             self._receiver.take(message, received.payload)
         elif self._receiver is not None and isinstance(message, ShareMessage):
             assert received.payload is not None
-            self._keep_share(message, received.payload)
+            client.share = _checked(message, received.payload)
+            if self.is_trainer(channel):
+                self._keep_share(client)
         elif isinstance(message, Resume):
-            if self._receiver is not None and not self._has_share:  # a trainer with one shadow
-                self._receiver.keep_share(None, grown=shadow.keep_share(None, None, 0))
+            if (message.timeline, message.generation) != (client.hello.timeline, client.hello.generation):
+                raise LinkError(f"{message} is not of generation {client.hello.generation}")
+            if not self.is_trainer(channel):
+                self._take_over(client)
+                self._keep_share(client)
+            elif client.share is None:
+                self._keep_share(client)
             shadow.resume(message.timeline, message.generation, message.step)
         elif isinstance(message, Close):
             channel.send(Bye(), timeout=_TELL_S)
@@ -206,14 +259,16 @@ class Server:
         else:
             raise LinkError(f"a trainer does not say {type(message).__name__} here")
 
-    def _keep_share(self, message: ShareMessage, payload: memoryview) -> None:
-        if not (message.index < message.count <= MAX_SHADOWS and message.interval and len(payload) % 8 == 0):
-            raise LinkError(f"{message} is no share of a run's atoms")
+    def _keep_share(self, client: _Client) -> None:
+        if self._receiver is None:
+            return
+        if client.share is None:  # a trainer with one shadow
+            self._receiver.keep_share(None, grown=self._shadow.keep_share(None, None, 0))
+            return
+        message, payload = client.share
         share = frozenset(np.frombuffer(payload, "<u8").tolist())
-        assert self._receiver is not None
         grown = self._shadow.keep_share((message.index, message.count), share, message.interval)
         self._receiver.keep_share(share, grown=grown)
-        self._has_share = True
 
     def _segment(self, name: str) -> str:
         """The file that a trainer of this host means: in memory or on disk, never elsewhere."""
@@ -301,6 +356,12 @@ class Server:
         }  # fmt: skip
 
 
+def _checked(message: ShareMessage, payload: memoryview) -> tuple[ShareMessage, memoryview]:
+    if not (message.index < message.count <= MAX_SHADOWS and message.interval and len(payload) % 8 == 0):
+        raise LinkError(f"{message} is no share of a run's atoms")
+    return message, payload
+
+
 class LocalHost:
     """The shadows of a run's ranks on this host, in one process: one for each rank whose trainer has come."""
 
@@ -317,7 +378,10 @@ class LocalHost:
             try:
                 sock, _ = listener.accept()
             except OSError:
-                return
+                if listener.fileno() < 0:
+                    return
+                time.sleep(ACCEPT_AGAIN_S)
+                continue
             threading.Thread(target=self._serve, args=(sock,), daemon=True).start()
 
     def _serve(self, sock: socket.socket) -> None:

@@ -15,13 +15,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from everstep.errors import CorruptionError, EverstepError, StepNotFoundError, StorageError
 from everstep.fold import State
 from everstep.follow.arena import Home
 from everstep.follow.compact import Held, describe
+from everstep.follow.kept import LogCopy
 from everstep.follow.shares import PartFrame, Share
 from everstep.format import documents, records
 from everstep.format.documents import GenerationDocument, Manifest, StoredTensor
@@ -43,7 +44,10 @@ AT_ONCE_FRAMES = 2
 _PATIENCE_S = 0.5
 """A frame that stays alone is folded after so long."""
 _MAX_WAITING_BASES = 8
+_MAX_READERS = 64
 _STAND_UP_S = 300.0
+_AGAIN_S = 2.0
+"""After storage has failed, it is tried again after so long."""
 
 
 @dataclass
@@ -104,7 +108,7 @@ class Shadow:
         self._sweeps = sweeps
         self._say = say
         self._work = threading.Condition()
-        self._jobs: deque[Callable[[], None]] = deque()
+        self._jobs: deque[tuple[Callable[[], None], threading.Event | None]] = deque()
         self._entries: dict[int, FrameEntry] = {}
         self._early: dict[int, FrameEntry] = {}
         """Frames of a generation that this thread has not gone on to yet."""
@@ -113,7 +117,13 @@ class Shadow:
         self._home = Home(folder)
         self._fingerprint: dict[str, Any] = {}
         self._readers: dict[str, shared.MappedReader | files.Reader] = {}
-        self._kept: dict[str, files.Appender] = {}
+        self._copy = LogCopy()
+        self._unkept: dict[int, tuple[str, FrameEntry]] = {}
+        """Frames that are folded, or will not be here, and are to be in the log on disk: under which name there."""
+        self._acknowledge_at = self._base_at = 0.0
+        """When what storage had no room for may be tried again."""
+        self._from_base_at: float | None = None
+        """When a base is to be loaded that could not be."""
         self._handed_out = 0
         self._given: _Given | None = None
         self._prepared: tuple[int, int, int] | None = None
@@ -134,17 +144,22 @@ class Shadow:
         self._since = time.monotonic()
         self._ending = self.is_leaving = False
         """It will end, or is about to."""
+        self.is_over = False
+        """Nothing will be done any more."""
         self.is_dismissed = False
         self.tell: Callable[[str, Any], None] = lambda kind, value: None
         """Set by the server: ("progress" | "received" | "mismatch" | "trouble" | "needs base", value)."""
 
     # -- called by connections ----------------------------------------------------------------------------------------
 
-    def do(self, job: Callable[[], None]) -> None:
-        """Run this in the shadow's thread, between two folds."""
+    def do(self, job: Callable[[], None], done: threading.Event | None = None) -> None:
+        """Run this in the shadow's thread, between two folds; then, or when it will not be run any more, set `done`."""
         with self._work:
-            self._jobs.append(job)
-            self._work.notify_all()
+            if not self.is_over:
+                self._jobs.append((job, done))
+                self._work.notify_all()
+            elif done is not None:
+                done.set()
 
     def frame(self, entry: FrameEntry, watermark: int) -> None:
         """A frame is complete in the log."""
@@ -161,6 +176,11 @@ class Shadow:
             self._work.notify_all()
         if entry.step > self.watermark:
             self.tell("received", self.progress)  # others wait for this
+
+    def standing(self) -> tuple[int, Progress]:
+        """Generation and progress as of one moment: what a trainer that is attached by then is told stays true."""
+        with self._work:
+            return self.generation, replace(self.progress)
 
     def all_have(self, step: int) -> None:
         """The watermark alone: frames up to this step have been received by all."""
@@ -223,11 +243,11 @@ class Shadow:
             except Exception as e:
                 found.append(e)
                 self._failed(e)
-            finally:
-                ready.set()
 
-        self.do(job)
+        self.do(job, ready)
         ready.wait()
+        if not found:
+            raise StepNotFoundError("this shadow is about to end: ask again")
         if isinstance(found[0], Exception):
             raise found[0]
         return found[0]
@@ -237,41 +257,24 @@ class Shadow:
         done = threading.Event()
 
         def job() -> None:
-            try:
-                given = self._given
-                damaged = [] if given is None else [t.key for t in given.stored if not self._home.has(t)]
-                if damaged:
-                    raise CorruptionError(f"the memory of {', '.join(damaged[:5])} changed by itself; all is given up")
-            finally:
-                done.set()
+            given = self._given
+            damaged = [] if given is None else [t.key for t in given.stored if not self._home.has(t)]
+            if damaged:
+                raise CorruptionError(f"the memory of {', '.join(damaged[:5])} changed by itself; all is given up")
 
-        self.do(job)
+        self.do(job, done)
         done.wait()
 
     def count(self, patience_s: float) -> None:
         """Return when `progress` tells of all that a trainer which is gone has left, or after so long."""
         counted = threading.Event()
-
-        def job() -> None:
-            try:
-                self._read_the_rest()
-            finally:
-                counted.set()
-
-        self.do(job)
+        self.do(self._read_the_rest, counted)
         counted.wait(patience_s)
 
     def stand_up(self) -> None:
         """Hold the newest base that this shadow's folder has, for whoever asks before a trainer comes."""
         done = threading.Event()
-
-        def job() -> None:
-            try:
-                self._stand_up()
-            finally:
-                done.set()
-
-        self.do(job)
+        self.do(self._stand_up, done)
         done.wait(_STAND_UP_S)
 
     def end(self, *, base: bool) -> None:
@@ -287,6 +290,11 @@ class Shadow:
             while not self._ending:
                 self._turn()
         finally:
+            with self._work:
+                self.is_over = True
+                left = [done for _, done in self._jobs if done is not None]
+            for done in left:
+                done.set()
             self._close()
 
     def _turn(self) -> None:
@@ -294,13 +302,15 @@ class Shadow:
             self._work.wait_for(
                 lambda: bool(self._jobs) or self._should_fold() or self._can_prepare(), timeout=_PATIENCE_S
             )
-            job = self._jobs.popleft() if self._jobs else None
+            job, done = self._jobs.popleft() if self._jobs else (None, None)
         try:
             if job is not None:
                 job()
             elif self._can_fold():
                 self._fold(_BATCH_FRAMES)
                 self._base_if_due()
+            elif self._is_at_gap():
+                self._get_over_gap()
             elif self._can_prepare():
                 assert self._held is not None
                 self._prepared = self._given_key(self._held.state)  # it is tried once, and again when it is asked for
@@ -308,15 +318,24 @@ class Shadow:
             elif not self.attached and time.monotonic() - self._since > self._idle_s:
                 self._say(f"no trainer for {self._idle_s:.0f} s: this shadow leaves a base and ends")
                 self._end(True, can_wait=True)
+            elif self._is_behind():
+                self._acknowledge()
+            elif self._from_base_at is not None and time.monotonic() >= self._from_base_at:
+                self._from_base()
         except Exception as e:  # an optimizer of the user's may raise anything
             self._failed(e)
+        finally:
+            if done is not None:
+                done.set()
 
     def _failed(self, e: Exception) -> None:
         """What is held can no longer be trusted to be the trainer's state: start from a base again."""
         self._say(f"{type(e).__name__}: {e}")
         self.tell("trouble", f"{type(e).__name__}: {e}")
-        if isinstance(e, StorageError):
-            return  # a base that could not be written: what is held is right, and it is tried again later
+        if isinstance(e, StorageError):  # what is held, if anything is, is right
+            if self._held is None and self.generation:
+                self._from_base_at = time.monotonic() + _AGAIN_S
+            return
         self._forget()
         self.tell("needs base", self.progress.received)
 
@@ -325,12 +344,38 @@ class Shadow:
             self._held.forget()
         self._held = self._given = None
         self.progress.folded = -1
+        self.tell("progress", self.progress)  # who waits for it to go on would wait in vain
 
     def _can_fold(self) -> bool:
         held = self._held
         if held is None or held.step is None or self._handed_out or held.step >= self.watermark:
             return False
         return held.step + 1 in self._entries
+
+    def _is_at_gap(self) -> bool:
+        """Whether what comes next was never stored (the trainer had no room for it), and a base of a later step is there."""
+        held = self._held
+        if held is None or held.step is None or self._handed_out or held.step >= self.progress.base:
+            return False
+        with self._work:  # frames come in order: what is missing before one of them will not come
+            return held.step + 1 not in self._entries and any(n > held.step for n in self._entries)
+
+    def _is_passed_by(self, step: int) -> bool:
+        """Whether frames that lead to this step, of which there is a base, are not here: a trainer elsewhere that has sent a
+        base does not send those before it. (Where others wait, a later frame must tell.)"""
+        held = self._held
+        if held is None or held.step is None or self._handed_out or self._sweeps or self.waits:
+            return False  # on the same host all frames come
+        if self.progress.base < step:
+            return False
+        with self._work:
+            return any(n not in self._entries for n in range(held.step + 1, step + 1))
+
+    def _get_over_gap(self) -> None:
+        assert self._held is not None
+        self._say(f"what follows step {self._held.step} was never stored: going on from a later base")
+        self._forget()
+        self._from_base()
 
     def _should_fold(self) -> bool:
         held = self._held
@@ -367,11 +412,16 @@ class Shadow:
             entries.append(entry)
         if not entries:
             return  # they have been taken back meanwhile
+        self._drop_some_readers(entries)
         frames = [self._frame(e) for e in entries]
         check_chain(frames)
         self._read_in_place(frames)
         before = held.step
-        bad = held.fold(frames, self._fingerprint)
+        try:
+            bad = held.fold(frames, self._fingerprint)
+        except StorageError:
+            self._forget()  # it may be half of a step further
+            raise
         last = entries[-1].step
         if bad:
             self._forget()
@@ -382,10 +432,8 @@ class Shadow:
             self._say(text)
             self.tell("mismatch", (last, text))
             return
-        self._home.settle(held.state)
         if self._keep_log:
-            self._keep(entries)
-        self.progress.folded = last
+            self._will_keep(entries)
         if held.complete:
             self.progress.proven = last
         with self._work:
@@ -394,7 +442,34 @@ class Shadow:
         if self._share is not None:
             self._atoms = frozenset(held.state.tensors)
             self._drop_readers(lambda path: True)  # their files are not used again
+        try:
+            if time.monotonic() >= self._acknowledge_at:
+                self._acknowledge()
+        except StorageError as e:
+            self._failed(e)  # what is held is right, and can be handed out
+
+    def _acknowledge(self) -> None:
+        """Say that what is held is held: the trainer then gives up the memory of the frames that led there. A StorageError
+        if they are not all where they are to be; then this is done later."""
+        held = self._held
+        if held is None or held.step is None:
+            return
+        try:
+            if self._home.settle(held.state):
+                self._given = None
+            self._keep()
+        except StorageError:
+            self._acknowledge_at = time.monotonic() + _AGAIN_S
+            raise
+        self.progress.folded = held.step
         self.tell("progress", self.progress)
+
+    def _is_behind(self) -> bool:
+        """Whether what is held has not been said to be."""
+        held = self._held
+        if held is None or held.step is None or self._handed_out or self.progress.folded == held.step:
+            return False
+        return time.monotonic() >= self._acknowledge_at
 
     def _frame(self, entry: FrameEntry) -> StoredFrame:
         share = self._share
@@ -407,16 +482,20 @@ class Shadow:
         if not entry.path.startswith(self.folder):
             reader = self._readers.get(entry.path)
             if reader is None:
-                self._drop_readers(lambda path: not path.startswith(self.folder))
                 reader = self._readers[entry.path] = files.Reader(entry.path, direct=True)
             return reader
         key = f"{self.folder}/{os.stat(entry.path).st_ino}"
         found = self._readers.get(key)
         if found is None or found.num_bytes < entry.end_offset:
-            if len(self._readers) > 64:
-                self._drop_readers(lambda path: True)
             found = self._readers[key] = shared.MappedReader(entry.path)
         return found
+
+    def _drop_some_readers(self, needed: list[FrameEntry]) -> None:
+        """Before these frames are read: those of other segments on disk, and all if they are many."""
+        paths = {entry.path for entry in needed}
+        self._drop_readers(lambda path: not path.startswith(self.folder) and path not in paths)
+        if len(self._readers) > _MAX_READERS:
+            self._drop_readers(lambda path: True)
 
     def _drop_readers(self, which: Callable[[str], bool]) -> None:
         for path in [p for p in self._readers if which(p)]:
@@ -445,33 +524,39 @@ class Shadow:
             if isinstance(frame.reader, shared.MappedReader):
                 frame.reader.copies = copies[id(frame.reader)]
 
-    def _keep(self, entries: list[FrameEntry]) -> None:
-        """Copy frames to the log on disk: the same bytes at the same places."""
-        for entry in entries:
-            if not entry.path.startswith(self.folder):
-                self.progress.durable = entry.step  # it was written there
-                continue
-            path = os.path.join(self.path.log(self.timeline), os.path.basename(entry.path))
-            file = self._kept.get(path)
-            if file is None:
-                for old in self._kept.values():
-                    old.close(sync=True)
-                self._kept.clear()
-                # What a shadow before this one has left there stays until this one has as much.
-                file = self._kept[path] = files.Appender(f"{path}.tmp", direct=False)
-            reader = self._reader(entry)
-            assert isinstance(reader, shared.MappedReader)
-            at = file.offset
-            file.put(reader.view(at, entry.end_offset - at))
-            file.sync()
-            if not at:
-                files.rename(f"{path}.tmp", path)
-            self.progress.durable = entry.step
+    def _will_keep(self, entries: list[FrameEntry]) -> None:
+        folder = self.path.log(self.timeline)
+        self._unkept.update({e.step: (os.path.join(folder, os.path.basename(e.path)), e) for e in entries})
+
+    def _keep(self) -> None:
+        """Copy frames to the log on disk, in order. What a StorageError leaves over is tried again later."""
+        for step in sorted(self._unkept):
+            path, entry = self._unkept[step]
+            if entry.path.startswith(self.folder):  # else it was written there
+                try:
+                    reader = self._reader(entry)
+                except FileNotFoundError:
+                    self._say(f"step {step} is not in memory any more: the log on disk goes on without it")
+                    del self._unkept[step]
+                    continue
+                assert isinstance(reader, shared.MappedReader)
+                self._copy.keep(path, reader, entry.end_offset)
+            del self._unkept[step]
+            self.progress.durable = max(self.progress.durable, step)
 
     def _base_if_due(self) -> None:
-        since = self.progress.folded - self.progress.base
-        if since >= self._interval or (self.waits and since and self.progress.folded % self._interval == 0):
+        held = self._held
+        if held is None or held.step is None:
+            return
+        since = held.step - self.progress.base
+        is_due = since >= self._interval or (self.waits and since and held.step % self._interval == 0)
+        if not is_due or time.monotonic() < self._base_at:
+            return
+        try:
             self._base()
+        except (EverstepError, OSError):
+            self._base_at = time.monotonic() + _AGAIN_S
+            raise
 
     def _base(self) -> None:
         held = self._held
@@ -485,7 +570,7 @@ class Shadow:
 
     def _sweep(self) -> None:
         """What dead generations have left in memory: what is held here has all of it."""
-        if not self._sweeps or any(e.generation < self.generation for e in self._entries.values()):
+        if not self._sweeps or self._unkept or any(e.generation < self.generation for e in self._entries.values()):
             return
         for folder in shared.log_folders(self.folder, self.path.rank):
             for name in files.listing(folder):
@@ -505,6 +590,8 @@ class Shadow:
                 self.progress.base = max(self.progress.base, step)
             if held is None:
                 self._from_base()
+            elif self._is_passed_by(step):
+                self._get_over_gap()
             return
         before, document = self._document, self.path.read_generation(timeline, generation)
         with self._work:
@@ -516,12 +603,13 @@ class Shadow:
             self.progress.durable = min(self.progress.durable, step)
             self.watermark = max(step, self._early_watermark) if self.waits else self.progress.received
             self._early_watermark = -1
+        self._unkept = {n: kept for n, kept in self._unkept.items() if n <= step}  # the dead trainer went further
         self._fingerprint = {}
         self._drop_readers(lambda path: True)
         if held is not None and held.step == step and _goes_on(before, document):
             held.go_on(timeline, generation)
             self._fingerprint = self._line().newest.fingerprint
-            self.progress.folded = step
+            self.progress.folded = -1 if self._unkept else step
             self._sweep()
         else:
             self._forget()
@@ -536,6 +624,7 @@ class Shadow:
 
     def _from_base(self) -> None:
         """Hold the newest base from which the log leads to its end; if there is none, ask for one."""
+        self._from_base_at = None
         line = self._line()
         self._fingerprint = line.newest.fingerprint
         with self._work:  # frames go on arriving
@@ -589,7 +678,8 @@ class Shadow:
         self._home.settle(held.state)
         self._held, self._given = held, None
         self._atoms = frozenset(held.state.tensors)
-        self.progress.base, self.progress.folded = max(line.bases), base
+        self.progress.base = max(line.bases)
+        self.progress.folded = -1 if self._unkept else base
 
     def _go_to(self, step: int) -> None:
         """Hold the state of a step that all shadows can have: by frames that were not folded yet, or from a base."""
@@ -696,6 +786,7 @@ class Shadow:
                 if not self.attached:
                     self._read_the_rest()
                 self._fold_all()
+                self._keep()
                 with contextlib.suppress(CorruptionError):  # superseded: another trainer has it now
                     self._base()
                     self._base_what_waits()
@@ -705,7 +796,11 @@ class Shadow:
                 self._since = time.monotonic()
                 self.is_leaving = False
                 return
-        self._ending = True
+        with self._work:
+            self._ending = not (can_wait and self._jobs)  # somebody has come while the base was written
+        if not self._ending:
+            self._since = time.monotonic()
+            self.is_leaving = False
 
     def _base_what_waits(self) -> None:
         """One of several may not have heard how far the others are. So that all have one step in common, what it was to hold
@@ -713,7 +808,8 @@ class Shadow:
         if self._part is None:
             with self._work:
                 waiting = [self._entries[n] for n in sorted(self._entries)]
-            self._keep(waiting)
+            self._will_keep(waiting)
+            self._keep()
             return
         for _ in range(_MAX_WAITING_BASES):
             held = self._held
@@ -725,14 +821,13 @@ class Shadow:
 
     def _close(self) -> None:
         self._drop_readers(lambda path: True)
-        for file in self._kept.values():
-            file.close(sync=True)
+        self._copy.close()
         self._home.close()
 
     @property
     def is_stored(self) -> bool:
         """Whether everything it has is on disk."""
-        return 0 <= self.progress.received == max(self.progress.base, self.progress.durable)
+        return not self._unkept and 0 <= self.progress.received == max(self.progress.base, self.progress.durable)
 
 
 def _goes_on(before: GenerationDocument | None, now: GenerationDocument) -> bool:

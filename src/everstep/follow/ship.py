@@ -17,7 +17,7 @@ from everstep.format import documents, records
 from everstep.format.documents import StoredTensor
 from everstep.format.segment import parse_name
 from everstep.link import addresses
-from everstep.link.messages import Ack, Bytes, Document, Resend, Resume, Share, Welcome
+from everstep.link.messages import Ack, Bytes, Document, Mismatch, Resend, Resume, Share, Welcome
 from everstep.link.sockets import Channel
 from everstep.store import files, shared
 from everstep.store.bases import manifest_name, part_file, read_manifest
@@ -58,6 +58,8 @@ class RemoteShadow(Conversation):
         """The base that the shadow was sent last: if it asks again, that one was of no use to it."""
         self._wants_base = False
         """It has nothing to go on from, and waits for a base that the trainer is yet to take."""
+        self._gap_end = -1
+        """Steps up to this one were never stored: only a base leads on from before them."""
         self._failing_since: float | None = None
         self.sent_bytes = 0
         self.takes_parts = partition is None  # which shadow needs what of a frame is known when it is complete
@@ -89,14 +91,15 @@ class RemoteShadow(Conversation):
 
     def _before_resume(self, channel: Channel, welcome: Welcome) -> None:
         self._sent = (welcome.segment, welcome.offset)
+        self._base_sent = -1  # it may not have arrived
         self._wants_base = False
         for name in self._documents():
             self._send_document(channel, name)
         if self._partition is not None:
             self._send_share(channel)
-            if welcome.generation == self.subject.generation and welcome.step >= 0:
-                self._announced = welcome.received
-                self._heard_progress(Ack(welcome.received, welcome.step, welcome.base, -1, -1))
+        if welcome.generation == self.subject.generation and welcome.step >= 0:
+            self._announced = welcome.received
+            self._heard_progress(Ack(welcome.received, welcome.step, welcome.base, -1, -1))
 
     def _send_share(self, channel: Channel) -> None:
         partition = self._partition
@@ -127,16 +130,26 @@ class RemoteShadow(Conversation):
 
     def base_done(self, step: int) -> None:
         """Of no concern to a shadow that has no need of it."""
+        if self._wants_base and step < self.trainer.released:
+            self.trainer.needs_base("the shadow needs a later base")  # it was asked for while this one was under way
         self.wake()
 
+    def never_stored(self, last: int) -> None:
+        self._gap_end = max(self._gap_end, last)
+
     def _say_all(self, channel: Channel) -> None:
-        if self._wants_base and not self._give_base(channel):
+        if (self._wants_base or self._is_before_gap()) and not self._give_base(channel):
             return
         part = self.trainer.open_frame  # asked before frames() is: all that come before it are among those
         super()._say_all(channel)
         is_next = not self.trainer.frames(self._announced)
         if self.takes_parts and part is not None and part.step > self._announced and is_next:
             self._ship(channel, part.path, part.end_offset)
+
+    def _is_before_gap(self) -> bool:
+        """Whether there is a base that leads it over a gap, which it was not sent."""
+        base = self.trainer.base_step
+        return self.progress.folded < self._gap_end <= base != self._base_sent
 
     def _has_room(self, entry: FrameEntry) -> bool:
         """Of several shadows, each keeps what others have not received; but not without bound."""
@@ -221,16 +234,22 @@ class RemoteShadow(Conversation):
         if not self._give_base(channel):
             super()._heard_resend(channel, message)
 
+    def _heard_mismatch(self, message: Mismatch) -> None:
+        self._wants_base, self._base_sent = True, self.trainer.base_step  # not that one: what it leads to is in doubt
+        super()._heard_mismatch(message)
+
     def _give_base(self, channel: Channel) -> bool:
         """Send the base that the shadow waits for, if there is one from which the log leads on."""
         base = self.trainer.base_step
         if base < self.trainer.released or base == self._base_sent:
             return False
-        self._base_sent = base
         try:
             self._send_base(channel, base)
         except (FileNotFoundError, StorageError):
+            self._base_sent = base
+            self.trainer.needs_base(f"the base of step {base} cannot be read")
             return False
+        self._base_sent = base
         self._wants_base = False
         return True
 

@@ -160,6 +160,9 @@ class Conversation:
         self._messages.put(Resume(self.subject.generation, self.subject.timeline, step))
         self.wake()
 
+    def never_stored(self, last: int) -> None:
+        """Steps up to this one do not exist, and the log goes on after them. A shadow of this host finds the base there."""
+
     def close(self, *, finish: bool) -> None:
         """Let the shadow go: with `finish` it ends, else it stays for whoever comes next."""
         self._finish, self._stopping = finish, True
@@ -243,7 +246,7 @@ class Conversation:
         if isinstance(message, Ack):
             self._heard_progress(message)
         elif isinstance(message, Mismatch):
-            self.trainer.heard_mismatch(message.text)
+            self._heard_mismatch(message)
         elif isinstance(message, Resend):
             self._heard_resend(channel, message)
         elif isinstance(message, Trouble):
@@ -304,6 +307,10 @@ class Conversation:
 
     def _heard_resend(self, channel: Channel, message: Resend) -> None:
         self.trainer.needs_base(f"the shadow needs {message.why}")
+
+    def _heard_mismatch(self, message: Mismatch) -> None:
+        """It holds nothing any more. The trainer takes a base."""
+        self.trainer.heard_mismatch(message.text)
 
     def _heard_base(self, step: int) -> None:
         """The shadow has written a base, wherever it is."""

@@ -129,6 +129,8 @@ class StoredOptimizer(msgspec.Struct):
     """base64 of the msgpack of [[parameter uid, tree.pack of its state; dense tensors by their index in `tensors`]]."""
 
 
+TRAINER = "trainer"
+"""A base that was taken from live state."""
 FOLDED, IN_PART = "folded", "folded-in-part"
 """How a follower made a base: the audit of its step passed, and covers everything; or not all of the optimizer state."""
 

@@ -67,6 +67,10 @@ def _batches(source: Source, uids: Sequence[int]) -> Iterator[list[int]]:
 
 def _compare_states(found: Comparison, a: State, b: State, labels: dict[int, str]) -> None:
     for uid, label in labels.items():
+        if uid not in a.tensors or uid not in b.tensors:  # each rank's own, and no rank has all of it
+            if uid in a.tensors or uid in b.tensors:
+                found.differences.append(f"{label}: only one of them has all of it")
+            continue
         found.num_tensors += 1
         if not same_bits(a.tensors[uid], b.tensors[uid]):
             found.differences.append(f"{label}: {_how(a.tensors[uid], b.tensors[uid])}")

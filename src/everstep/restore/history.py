@@ -35,8 +35,9 @@ from everstep.restore.execute import (
 from everstep.restore.join import Joint, Source, fetch, joint_of, order_like, set_back, still_has, warn_if_set_back
 from everstep.restore.plan import Line, Plan, describe_steps
 from everstep.restore.replicas import drifted
-from everstep.store.bases import check_base
+from everstep.store.bases import check_base, is_there
 from everstep.store.runs import RunPath, read_listing
+from everstep.store.segments import FrameEntry
 
 Step = int | Literal["latest"]
 
@@ -239,13 +240,33 @@ def _verify_base(line: Line, manifest: Manifest, folder: str) -> None:
     try:
         check_base(folder, manifest)
     except CorruptionError:
-        if still_has(line, manifest.step):
+        if still_has(line, manifest.step) and not _removed_base(line, manifest, folder):
             raise
 
 
-def _verify_frame(line: Line, entry: Any) -> None:
+def _removed_base(line: Line, manifest: Manifest, folder: str) -> bool:
+    """Whether retention has removed it since the line was read."""
+    return not manifest.in_pool and not is_there(folder) and manifest.step < _horizon(line, manifest.generation)
+
+
+def _removed_frame(line: Line, entry: FrameEntry) -> bool:
+    """The same of the file that this frame is in."""
+    return not os.path.exists(entry.path) and entry.step <= _horizon(line, entry.generation)
+
+
+def _horizon(line: Line, generation: int) -> int:
+    """Of the generation's timeline, as it is now."""
+    return line.listing.path.read_kept(line.listing.generations()[generation].timeline).horizon
+
+
+def _verify_frame(line: Line, entry: FrameEntry) -> None:
     plan = Plan(entry.step, 0, 0, None, "", (entry,))  # type: ignore[arg-type]
-    frames, readers = open_frames(line, plan)
+    try:
+        frames, readers = open_frames(line, plan)
+    except CorruptionError:
+        if _removed_frame(line, entry):
+            return
+        raise
     try:
         frames[0].check_payloads()
         for op in frames[0].ops:
@@ -273,9 +294,12 @@ def _verify_deep(report: Report, line: Line) -> _Replayed:
         end = starts[i + 1] if i + 1 < len(starts) else steps[-1]
         while end > start and not all(n in line.frames for n in range(start + 1, end + 1)):
             end -= 1
+        plan = _plan_from(line, start, end)
         try:
-            _replay(report, line, _plan_from(line, start, end), replayed)
+            _replay(report, line, plan, replayed)
         except EverstepError as e:
+            if _removed_base(line, plan.base, plan.base_folder) or any(_removed_frame(line, f) for f in plan.frames):
+                continue
             report.problems.append(str(e))
             break
     return replayed

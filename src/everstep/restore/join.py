@@ -75,9 +75,12 @@ class Era:
                 except NothingToRestoreError:
                     return None
         steps = self.steps()
-        if not steps:
-            return None
-        return steps[-1]
+        newest = steps[-1] if steps else None
+        if self.high is not None and newest != self.high:
+            for line in self.lines:
+                if line.newest.log == "disk" and self.high not in line.steps():  # the era after it began there
+                    raise line.lost(self.high)
+        return newest
 
 
 @dataclass
@@ -171,8 +174,14 @@ def warn_if_set_back(path: RunPath, era: Era, step: int) -> None:
         if line.newest.log != "pool" or found is None:
             continue
         said += [text for generation, text in line.listing.pool_problems if generation >= found[0].generation]
-        if not found[0].in_pool:
+        if found[0].in_pool:
+            said += line.damaged(step, era.high)
+        else:
             said += line.listing.timelines[line.newest.timeline].problems
+    newest = [max(n for n in line.steps() if era.high is None or n <= era.high) for line in era.lines]
+    if era.newest.log == "pool" and min(newest) > step:
+        each = ", ".join(f"step {n} on rank {rank}" for rank, n in enumerate(newest))
+        said.append(f"every rank has stored newer states, and none that all have: the last are {each}")
     if said:
         warnings.warn(
             f"{path.path}: step {step} is the newest that can be restored, and there may have been newer ones: "
@@ -295,9 +304,10 @@ class _Joiner:
             for atom in layout.atoms:
                 self._held.setdefault(atom.uid, {})[r] = atom.share
         known = {uid: atom for uid, atom in wanted.items() if uid in source.atoms}
+        own = {} if reader.rank is None else source.layouts[reader.rank % source.world_size].by_uid()
         self._readings: dict[int, Reading] = {}
         for uid, atom in known.items():
-            share = _share_of(atom, source.atoms[uid])
+            share = _share_of(atom, source.atoms[uid], own.get(uid))
             if share is not None:
                 self._readings[uid] = plan_atom(
                     share, self._held[uid], source.world_size, source.atoms[uid].placement, reader
@@ -310,6 +320,8 @@ class _Joiner:
         unread = {uid for uid, reading in self._readings.items() if not reading.cuts}
         self.state = State(source.step, part_of_layout(source.layout, known.keys() - unread), {}, {})
         self._is_cut = False
+        self._givers: dict[tuple[str, int, str], set[int]] = {}
+        """Whose parts of optimizer state have been joined: by optimizer, parameter and key."""
 
     def batches(self, first: int) -> Iterator[tuple[int, Set[int]]]:
         """Ranks, and what is needed of each, in portions where memory is not taken over. At least one of the `first` rank.
@@ -377,8 +389,8 @@ class _Joiner:
         self._is_cut = self.is_cut(part.tensors)
         for uid, tensor in part.tensors.items():
             self.state.tensors[uid] = self._put(uid, self.state.tensors.get(uid), tensor, rank)
-            if uid in part.carried:
-                self.state.carried[uid] = self._put(uid, self.state.carried.get(uid), part.carried[uid], rank)
+            if uid in part.carried:  # a rank may have none
+                self.state.carried[uid] = self._put(uid, self.state.carried.get(uid), part.carried[uid], rank, zeros=True)
         self.state.lost |= part.lost
         for name, optimizer in part.optimizers.items():
             self._add_optimizer(name, optimizer, part, rank)
@@ -398,6 +410,8 @@ class _Joiner:
                 ours.state[uid] = {key: self._taken(value) for key, value in values.items()}
             else:
                 ours.state[uid] = self._join_state(uid, ours.state.get(uid, {}), values, part.tensors[uid], rank)
+                for key in values:
+                    self._givers.setdefault((name, uid, key), set()).add(rank)
 
     def _add_group(self, name: str, ours: OptimizerState, index: int, params: Sequence[int], hyper: Any) -> None:
         """A rank's group: to the one that has its parameters, or stands in its place with the same hyperparameters.
@@ -434,14 +448,16 @@ class _Joiner:
                 )
             else:
                 if key in out and not _same(out[key], value):
-                    raise CorruptionError(
+                    raise MismatchError(
                         f"{self._source.atoms[uid].label()}: at step {self._source.step} ranks differ in its optimizer "
-                        f"state {key!r} ({out[key]} and {value}), which should be equal on all"
+                        f"state {key!r} ({out[key]} and {value}): only the layout that the run was written with can go on "
+                        "from there"
                     )
                 out[key] = self._taken(value)
         return out
 
-    def _put(self, uid: int, into: Any, tensor: torch.Tensor, rank: int) -> Any:
+    def _put(self, uid: int, into: Any, tensor: torch.Tensor, rank: int, *, zeros: bool = False) -> Any:
+        """`zeros`: where ranks have nothing."""
         reading = self._readings[uid]
         if reading.as_it_is:
             return self._taken(tensor)
@@ -453,7 +469,7 @@ class _Joiner:
             return into
         if into is None:
             full = sum(cut.target.numel for cuts in reading.cuts.values() for cut in cuts) == prod(reading.size)
-            into = (torch.empty if full else torch.zeros)(reading.size, dtype=tensor.dtype)
+            into = (torch.empty if full and not zeros else torch.zeros)(reading.size, dtype=tensor.dtype)
         for cut in reading.cuts[rank]:
             into[slices(cut.target)] = tensor[slices(cut.source)]
         return into
@@ -477,7 +493,19 @@ class _Joiner:
                 if uid in optimizer.state:
                     optimizer.state[uid] = {k: _mean(v, count) for k, v in optimizer.state[uid].items()}
 
+    def _check_givers(self) -> None:
+        """MismatchError if some ranks had no optimizer state yet for their part of a parameter, and others had."""
+        for (name, uid, key), ranks in self._givers.items():
+            without = sorted(r for r, cuts in self._readings[uid].cuts.items() if cuts and r not in ranks)
+            if without:
+                raise MismatchError(
+                    f"{self._source.atoms[uid].label()}: at step {self._source.step} rank {without[0]} had no {key!r} for "
+                    f"its part of it (optimizer {name!r}), and others had: only the layout that the run was written with "
+                    "can go on from there"
+                )
+
     def finish(self) -> State:
+        self._check_givers()
         for name, optimizer in self.state.optimizers.items():
             at = {uid: n for n, uid in enumerate(self._source.order_of(name))}
             optimizer.params = [tuple(sorted(group, key=lambda u: at.get(u, len(at)))) for group in optimizer.params]
@@ -500,8 +528,13 @@ def _mean(value: Any, count: torch.Tensor) -> Any:
     return (value.total / count).to(value.dtype)
 
 
-def _share_of(wanted: Atom, stored: Atom) -> Share | None:
-    """None where shapes differ, which is for check_fits to tell. A buffer of another shape is wanted as it was."""
+def _share_of(wanted: Atom, stored: Atom, own: Atom | None) -> Share | None:
+    """None where shapes differ, which is for check_fits to tell. A buffer of another shape is wanted as it was.
+
+    `own`: what the rank had that the reader goes on for; shapes of buffers may differ from rank to rank.
+    """
+    if own is not None and own.role == "buffer" and not own.boxes and not wanted.boxes:
+        stored = own
     if wanted.shape == stored.shape or stored.placement == "rank-local":
         return wanted.share
     return filled(whole(stored.shape)) if wanted.role == "buffer" and not wanted.boxes else None
@@ -524,6 +557,14 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return same_bits(a, b)
     return bool(a == b) or (a != a and b != b)
+
+
+def is_newest(line: Line | Joint, step: int) -> bool:
+    """False also when newer steps were lost: going on from here is a fork."""
+    try:
+        return step == line.latest()
+    except CorruptionError:
+        return False
 
 
 def latest_of(line: Line | Joint) -> int:

@@ -8,8 +8,9 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from everstep.errors import CorruptionError, NothingToRestoreError, StepNotFoundError
+from everstep.errors import CorruptionError, NothingToRestoreError, StepNotFoundError, UnreadableError
 from everstep.format.documents import GenerationDocument, Manifest
+from everstep.format.segment import file_name
 from everstep.store import files
 from everstep.store.bases import base_folder
 from everstep.store.runs import Listing
@@ -110,6 +111,16 @@ class Line:
         never = {n for first, end in self.gaps for n in range(first, min(end, last) + 1)}
         return [n for n in range(self.horizon, last + 1) if n not in there and n not in never]
 
+    def damaged(self, after: int, high: int | None) -> list[str]:
+        """What is wrong with bases that cannot be read, of steps after one and up to another."""
+        found: dict[str, None] = {}
+        for span in self.spans:
+            ends = [n for n in (span.high, high) if n is not None]
+            for step, text in self.listing.timelines[span.timeline].damaged.items():
+                if after < step <= min(ends, default=step):
+                    found[text] = None
+        return list(found)
+
     def latest(self) -> int:
         """The newest step. CorruptionError if newer ones were durable once and are lost."""
         steps = self.steps()
@@ -130,6 +141,13 @@ class Line:
                 f"{self.listing.path.path} holds no restorable step yet: its first base was not finished{self._partial()}"
             )
         return steps[-1]
+
+    def lost(self, step: int) -> CorruptionError:
+        """That this step was durable, and is not there any more."""
+        return CorruptionError(
+            f"{self.listing.path.path}: step {step} was durable but is damaged or missing: {self._why()}. "
+            f"{_can_restore(self.steps())}"
+        )
 
     def _partial(self) -> str:
         """Bases that are not whole, for people."""
@@ -245,7 +263,7 @@ def _line(
     line = Line(listing, spans, newest)
     line.problems += broken + listing.problems
     for span, before in itertools.zip_longest(spans, spans[1:]):
-        _add_limits(line, span, before)
+        _add_limits(line, span, before, spans[-1])
         _add_problems(line, span)
         _add_bases(line, span)
         for segment in _segments(line, span):
@@ -296,16 +314,18 @@ def _gaps(line: Line, span: Span) -> list[tuple[int, int]]:
     return [(first, last) for first, last, generation in kept.gaps if generation == span.generation]
 
 
-def _add_limits(line: Line, span: Span, before: Span | None) -> None:
+def _add_limits(line: Line, span: Span, before: Span | None, first: Span) -> None:
     """What retention has removed, what was never there, and what the generation's beginning says was durable."""
     timeline = line.listing.timelines[span.timeline]
     line.horizon = max(line.horizon, timeline.kept.horizon)
     line.gaps += [(first, last if span.high is None else min(last, span.high)) for first, last in _gaps(line, span)]
     if span.in_memory:
         # A state in a pool may be stored before the first base is: then that step is not missed either.
-        first = span.low if before is None else span.low + 1
-        line.gaps.append((first, sys.maxsize if span.high is None else span.high))
-    begins = before is None and timeline.document.own_bases
+        begin = span.low if before is None else span.low + 1
+        line.gaps.append((begin, sys.maxsize if span.high is None else span.high))
+    # Where a timeline begins with bases of its own, its first step is durable in the layout before it. A generation that was
+    # killed before these bases were there is followed by another that begins at the same step.
+    begins = line.listing.timelines[first.timeline].document.own_bases and span.low <= first.low
     if begins:
         line.horizon = max(line.horizon, span.low)
     if span.low and not begins and not (before is not None and before.in_memory):
@@ -346,12 +366,19 @@ def _add_segment(line: Line, span: Span, segment: Segment) -> None:
         stored = not any(first <= frame.step <= last for first, last in gaps)
         if stored and span.low < frame.step and (span.high is None or frame.step <= span.high):
             line.frames.setdefault(frame.step, frame)
+    others = _segments(line, span)
+    if segment.is_cut_off and span.high is None and not any(s.first_step > segment.first_step for s in others):
+        line.lost_from = max(segment.frames[-1].step if segment.frames else segment.first_step - 1, *line.bases, -1) + 1
     following = None if segment.end is None else segment.end.next_step
     if following is None or following <= line.horizon or (span.high is not None and following > span.high):
         return
-    others = _segments(line, span)
     if any(s.first_step == following and s.header is not None for s in others):
         return
+    name = file_name(span.generation, following)
+    if not any(s.first_step == following for s in others) and os.path.exists(
+        os.path.join(os.path.dirname(segment.path), name)
+    ):
+        return  # it is younger than the listing
     line.problems.append(
         f"the log file of generation {span.generation} that begins at step {following} is missing or damaged"
     )
@@ -360,12 +387,17 @@ def _add_segment(line: Line, span: Span, segment: Segment) -> None:
 
 
 def _miss_whole_log(line: Line) -> None:
-    """The newest generation's log had begun, and no file of it is there, nor a base after which retention removes them."""
+    """The newest generation's log had begun, and no file of it is there, though retention never removes the last one.
+
+    (Of a log in memory only parts are on disk for a while: there a base tells that they were not needed any more.)
+    """
     span = line.spans[0]
-    has_begun = span.generation in line.listing.timelines[span.timeline].logs
-    if has_begun and not _segments(line, span) and not any(step > span.low for step in line.bases):
+    if span.generation not in line.listing.timelines[span.timeline].logs or _segments(line, span):
+        return
+    last = max((span.low, *line.bases))
+    if not span.in_memory or last == span.low:
         line.problems.append(f"the log of generation {span.generation}, which begins at step {span.low + 1}, is missing")
-        line.lost_from = span.low + 1
+        line.lost_from = last + 1
 
 
 def _cut_torn_tail(line: Line) -> None:
@@ -377,6 +409,12 @@ def _cut_torn_tail(line: Line) -> None:
         try:
             with files.Reader(entry.path, direct=True) as reader:
                 StoredFrame(entry, reader, line.segments[entry.path].seed).check_payloads()
+        except UnreadableError as e:  # no crash leaves that behind: it was stored
+            line.problems.append(str(e))
+            line.lost_from = step
+            for lost in tail[i:]:
+                del line.frames[lost]
+            return
         except (CorruptionError, FileNotFoundError):
             for torn in tail[i:]:
                 del line.frames[torn]

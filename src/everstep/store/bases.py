@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import errno
 import functools
 import itertools
 import json
@@ -27,9 +28,9 @@ import torch
 import xxhash
 
 from everstep.atoms import PIECE_ELEMENTS
-from everstep.errors import CorruptionError
+from everstep.errors import CorruptionError, StorageError
 from everstep.format import documents, parts
-from everstep.format.documents import Manifest, StoredTensor
+from everstep.format.documents import TRAINER, Manifest, StoredTensor
 from everstep.format.parts import Part
 from everstep.memory import Bytes, Scratch, dtype_name, dtype_named, is_aligned, new_pages, plain, typed, view_bytes
 from everstep.store import files
@@ -109,11 +110,16 @@ class BaseWriter:
         """Indices into slots in the order in which add() wants them."""
         self._slots = slots
         self._next = 0
-        files.make_dir(self._temporary)
         header, offsets = file_header([slots[i] for i in order])
         self._stored: list[StoredTensor | None] = [None] * len(slots)
         self._offsets = dict(zip(order, offsets, strict=True))
-        self._file = files.Appender(os.path.join(self._temporary, self._name), direct=direct)
+        try:
+            files.make_dir(self._temporary)
+            self._file = files.Appender(os.path.join(self._temporary, self._name), direct=direct)
+        except StorageError:
+            with contextlib.suppress(StorageError):  # the first error is the one to report
+                files.remove_dir(self._temporary)
+            raise
         self._file.put(np.frombuffer(header, np.uint8))
 
     def add(self, tensor: torch.Tensor) -> None:
@@ -144,7 +150,8 @@ class BaseWriter:
     def finish(self, **fields: Any) -> Manifest:
         """Everything durable, then the manifest, then the folder's own name: after this the base exists.
 
-        If the other process (trainer or follower) has finished one of the same step before, that one is returned.
+        If the other process (trainer or follower) has finished one of the same step before, that one is returned: but the
+        trainer's replaces a follower's that is not the same.
         """
         if self._next != len(self._slots):
             raise AssertionError("a base is missing tensors")
@@ -171,21 +178,44 @@ class BaseWriter:
         return manifest
 
     def _publish(self, manifest: Manifest) -> Manifest:
-        theirs = None
         if os.path.isdir(self.folder):
+            theirs = None
             with contextlib.suppress(CorruptionError):  # ours is as good
                 theirs = read_manifest(self.folder)
-            if theirs is not None and theirs.generation >= manifest.generation:
+            if theirs is not None and not _replaces(manifest, theirs):
                 files.remove_dir(self._temporary)
                 return theirs
-            remove_base(self.folder)  # of a dead generation
-        files.rename(self._temporary, self.folder)
+            # A generation may have begun at theirs, and nothing else lead to this step: there is always one of the two.
+            if files.exchange(self._temporary, self.folder):
+                files.remove_dir(self._temporary)
+                return manifest
+            if theirs is not None and theirs.generation == manifest.generation:
+                files.remove_dir(self._temporary)
+                return theirs
+            remove_base(self.folder)
+        try:
+            files.rename(self._temporary, self.folder)
+        except StorageError as e:
+            if getattr(e.__cause__, "errno", 0) not in (errno.EEXIST, errno.ENOTEMPTY):
+                raise
+            return self._publish(manifest)  # the other process was a moment quicker
         return manifest
 
     def abandon(self) -> None:
         """Give up: what was written is removed if the disk lets us."""
         self._file.abandon()
         files.remove_dir(self._temporary)
+
+
+def _replaces(ours: Manifest, theirs: Manifest) -> bool:
+    """Whether a new base takes the place of one of the same step. A follower has residuals of earlier steps only."""
+    if theirs.generation != ours.generation:
+        return theirs.generation < ours.generation
+    return ours.audit == TRAINER and theirs.audit != TRAINER and _contents(ours) != _contents(theirs)
+
+
+def _contents(manifest: Manifest) -> dict[tuple[int, str], tuple[int, ...]]:
+    return {(t.uid, t.role): t.sums for t in manifest.tensors}
 
 
 def file_order(slots: Sequence[Slot]) -> list[int]:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from everstep.errors import StorageError
+from everstep.errors import StorageError, UnreadableError
 from everstep.memory import Bytes, new_pages
 from everstep.store import aio
 
@@ -29,6 +29,7 @@ _numbers = itertools.count()
 _libc = ctypes.CDLL(None, use_errno=True)
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
 _MS_SYNC = 4
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _MEMORY_FILE_SYSTEMS = frozenset((0x01021994, 0x858458F6))
 """What statfs calls tmpfs and ramfs."""
 
@@ -37,7 +38,7 @@ class Event(NamedTuple):
     """One durable operation, in the order it was issued."""
 
     op: str
-    """mkdir, create, write, truncate, sync, syncdir, rename, unlink, rmdir, note"""
+    """mkdir, create, write, truncate, sync, syncdir, rename, exchange, unlink, rmdir, note"""
     path: str
     offset: int = 0
     data: bytes = b""
@@ -54,7 +55,8 @@ _fault: Callable[[str, str], None] | None = None
 def observe(
     observer: Callable[[Event], None] | None = None, fault: Callable[[str, str], None] | None = None
 ) -> Iterator[None]:
-    """For tests: every operation is told to `observer`; `fault(op, path)` runs before it and may raise OSError."""
+    """For tests: every operation is told to `observer`; `fault(op, path)` runs before it and may raise OSError. (Reading is
+    an operation for `fault` alone.)"""
     global _observer, _fault
     before = _observer, _fault
     _observer, _fault = observer, fault
@@ -83,6 +85,23 @@ _HINTS = {
     errno.ENOENT: "the file or folder is gone: was the run folder moved or deleted?",
     errno.EIO: "the device reports an I/O error: the disk may be failing",
 }
+
+
+_LOST = frozenset((errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.EILSEQ, errno.EACCES))
+"""Reading this file fails with one of these while others can be read: the same as if its bytes were damaged."""
+
+
+def _not_read(op: str, path: str, e: OSError) -> StorageError:
+    """What to raise when this reading failed."""
+    hint = _HINTS.get(e.errno or 0)
+    kind = UnreadableError if e.errno in _LOST else StorageError
+    return kind(f"{op} {path}: {e.strerror or e}{f' ({hint})' if hint else ''}")
+
+
+def _may_fail(path: str) -> None:
+    """For tests: reading it fails here, if it is to."""
+    if _fault is not None:
+        _fault("read", path)
 
 
 @contextlib.contextmanager
@@ -454,6 +473,22 @@ def rename(source: str, target: str) -> None:
     sync_dir(os.path.dirname(target))
 
 
+def exchange(one: str, other: str) -> bool:
+    """Two names of one folder change places at once; durable on return. False where the file system cannot do that."""
+    with _reported("exchange", other):
+        call = getattr(_libc, "renameat2", None)
+        if call is None:
+            return False
+        if call(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE):
+            code = ctypes.get_errno()
+            if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+                return False
+            raise OSError(code, os.strerror(code))
+    _done("exchange", one, target=other)
+    sync_dir(os.path.dirname(other))
+    return True
+
+
 def remove(path: str) -> None:
     """Remove a file; fine if it is gone. Not durable before the folder is synced."""
     with _reported("unlink", path):
@@ -489,12 +524,13 @@ def listing(path: str) -> list[str]:
 def read_whole(path: str) -> bytes:
     """All bytes of a small file. FileNotFoundError if it is not there."""
     try:
+        _may_fail(path)
         with open(path, "rb") as f:
             return f.read()
     except (FileNotFoundError, NotADirectoryError) as e:
         raise FileNotFoundError(path) from e
     except OSError as e:
-        raise StorageError(f"read {path}: {e.strerror}") from e
+        raise _not_read("read", path, e) from e
 
 
 def open_lock(path: str) -> int:
@@ -517,7 +553,7 @@ class Reader:
         except FileNotFoundError:
             raise
         except OSError as e:
-            raise StorageError(f"open {path}: {e.strerror}") from e
+            raise _not_read("open", path, e) from e
         self.num_bytes = os.fstat(self._fd).st_size
 
     def refresh(self) -> int:
@@ -529,6 +565,7 @@ class Reader:
         """Up to num_bytes; fewer only at the end of the file."""
         parts = []
         try:
+            _may_fail(self.path)
             while num_bytes > 0:
                 part = os.pread(self._fd, num_bytes, offset)
                 if not part:
@@ -537,7 +574,7 @@ class Reader:
                 offset += len(part)
                 num_bytes -= len(part)
         except OSError as e:
-            raise StorageError(f"read {self.path}: {e.strerror}") from e
+            raise _not_read("read", self.path, e) from e
         return b"".join(parts)
 
     def read_into(self, buffer: Any, offset: int) -> int:
@@ -545,13 +582,14 @@ class Reader:
         view = memoryview(buffer)
         done = 0
         try:
+            _may_fail(self.path)
             while done < len(view):
                 n = os.preadv(self._fd, [view[done:]], offset + done)
                 if n == 0:
                     break
                 done += n
         except OSError as e:
-            raise StorageError(f"read {self.path}: {e.strerror}") from e
+            raise _not_read("read", self.path, e) from e
         return done
 
     def read_direct(self, buffer: Bytes, offset: int, num_bytes: int) -> Bytes:
@@ -566,6 +604,7 @@ class Reader:
         last = -(-(offset + num_bytes) // BLOCK) * BLOCK
         view = memoryview(buffer)[: last - first]
         try:
+            _may_fail(self.path)
             done = 0
             while done < len(view):
                 n = os.preadv(self._direct_fd, [view[done:]], first + done)
@@ -575,7 +614,7 @@ class Reader:
         except OSError as e:
             if e.errno == errno.EINVAL:
                 return buffer[: self.read_into(buffer[:num_bytes], offset)]
-            raise StorageError(f"read {self.path}: {e.strerror}") from e
+            raise _not_read("read", self.path, e) from e
         return buffer[offset - first : min(done, offset - first + num_bytes)]
 
     def begin_direct(self, buffer: Bytes, offset: int, num_bytes: int) -> Callable[[], Bytes]:
@@ -586,7 +625,8 @@ class Reader:
         ticket = None if queue is None else queue.submit(self._direct_fd, buffer[: last - first], first)
 
         def get() -> Bytes:
-            if queue is not None and ticket is not None and queue.wait(ticket) >= offset - first + num_bytes:
+            done = -1 if queue is None or ticket is None else queue.wait(ticket)
+            if done >= offset - first + num_bytes and _fault is None:
                 return buffer[offset - first : offset - first + num_bytes]
             return self.read_direct(buffer, offset, num_bytes)  # it would not, or fell short: errors are told there
 
@@ -635,7 +675,7 @@ class SharedReader(Reader):
         error = self._populate(offset, num_bytes)
         if error:
             self.read(offset, num_bytes)  # tells what is wrong with the disk, if that is it
-            raise StorageError(f"map {self.path}: {os.strerror(error)}")
+            raise _not_read("map", self.path, OSError(error, os.strerror(error)))
         return self._mapped[offset : offset + num_bytes]
 
     def begin_direct(self, buffer: Bytes, offset: int, num_bytes: int) -> Callable[[], Bytes]:

@@ -96,11 +96,11 @@ class Pools:
             self._has_begun = True
         if self._has_old and self._all_have_one():
             for name in files.listing(self.folder):
-                if name != os.path.basename(self._pool.path) and self._is_ours(_rank_of(name)):
+                if name != os.path.basename(self._pool.path) and self._is_ours(_maker_of(name)):
                     files.remove(os.path.join(self.folder, name))
             files.sync_dir(self.folder)
             for folder in self._before:
-                for rank in {rank for name in files.listing(folder) if (rank := _rank_of(name)) is not None}:
+                for rank in {rank for name in files.listing(folder) if (rank := _maker_of(name)) is not None}:
                     if self._is_ours(rank):
                         remove_pools(folder, rank)
             self._has_old = False
@@ -140,8 +140,7 @@ def remove_pools(folder: str, rank: int) -> None:
 def _remove_litter(folder: str, rank: int) -> None:
     """Pools that were being made when their process died: each as large as a pool. Only for the rank's writer."""
     for name in files.listing(folder):
-        made, _, rest = name.partition(".pool.")
-        if rest.endswith(".tmp") and _rank_of(f"{made}.pool") == rank:
+        if _rank_of(name) is None and _maker_of(name) == rank:
             files.remove(os.path.join(folder, name))
 
 
@@ -166,6 +165,12 @@ def read_pools(folder: str, run: str, rank: int) -> tuple[list[Manifest], list[t
 def _rank_of(name: str) -> int | None:
     match = _NAME.fullmatch(name)
     return None if match is None else int(match[1])
+
+
+def _maker_of(name: str) -> int | None:
+    """The rank whose pool this is, or was to be when its process died."""
+    made, _, rest = name.partition(".pool.")
+    return _rank_of(f"{made}.pool" if rest.endswith(".tmp") else name)
 
 
 def _generation_of(name: str) -> int | None:

@@ -122,11 +122,12 @@ def _remove_before(
 
 def execute(removal: Removal) -> None:
     """Remove. Names are gone durably in this order, so that a crash leaves a shorter history, never a torn one."""
-    folders = set()
+    folders = sorted({os.path.dirname(segment.path) for segment in removal.segments})
+    for folder in folders:
+        files.sync_dir(folder)  # the newest may be there by name only: a log without any segment is a lost one
     for segment in removal.segments:
         files.remove(segment.path)
-        folders.add(os.path.dirname(segment.path))
-    for folder in sorted(folders):
+    for folder in folders:
         files.sync_dir(folder)
     for base in removal.bases:
         remove_base(base.folder)

@@ -280,14 +280,13 @@ class RunPath:
             path = os.path.join(self.layouts(timeline), f"{layout_id}.json")
             try:
                 data = files.read_whole(path)
-            except FileNotFoundError:
-                continue
-            try:
                 layout = documents.decode(data, Layout, path)
                 found = xxhash.xxh3_128_hexdigest(documents.body(data))[:16]
                 if found == layout_id:
                     return layout
                 failures.append(f"{path} is not what its name says: it is layout {found}")
+            except FileNotFoundError:
+                continue
             except CorruptionError as e:
                 failures.append(str(e))
         raise CorruptionError("; ".join(failures) or f"layout {layout_id} of {self.path} is missing")
@@ -407,6 +406,8 @@ class TimelineListing:
     bases: dict[int, Manifest] = field(default_factory=dict)
     segments: list[Segment] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    damaged: dict[int, str] = field(default_factory=dict)
+    """By step: bases that cannot be read, and why. Among the problems, too."""
     partial: list[str] = field(default_factory=list)
     """Bases of which only parts are here."""
     kept: KeptDocument = field(default_factory=lambda: KeptDocument(0))
@@ -450,20 +451,26 @@ def read_listing(path: RunPath, part: Part | None = None) -> Listing:
 
 def _read_slots(listing: Listing) -> None:
     path, run, generations = listing.path, listing.run.run, listing.generations()
+    held: set[int] = set()
     for folder in sorted({path.pool(g.pool) for g in generations.values() if g.pool}):
         found, problems = pools.read_pools(folder, run, path.rank)
         for manifest in found:
             # Where this run was copied from, its pools are now another's: a generation's slots are where it says.
             by = generations.get(manifest.generation)
             here = path.is_own_pool(run, folder) if by is None else path.pool(by.pool) == folder
+            if here:
+                held.add(manifest.generation)
             if here and (manifest.generation, manifest.step) not in path.bad_slots:
                 listing.slots.append((manifest, folder))
         listing.pool_problems += problems
-    _miss_pool(listing, generations)
+    _miss_pool(listing, generations, held | {generation for generation, _ in listing.pool_problems})
 
 
-def _miss_pool(listing: Listing, generations: dict[int, GenerationDocument]) -> None:
-    """Of the newest generations, which wrote to pools: whether the last one that held a step is there."""
+def _miss_pool(listing: Listing, generations: dict[int, GenerationDocument], seen: set[int]) -> None:
+    """Of the newest generations, which wrote to pools: whether the last one that held a step is there, and holds one.
+
+    `seen`: generations of which there are slots, or problems that have been told.
+    """
     path = listing.path
     found = generations.get(max(generations, default=0))
     while found is not None and found.pool:
@@ -475,15 +482,24 @@ def _miss_pool(listing: Listing, generations: dict[int, GenerationDocument]) -> 
                     f"the pool of generation {found.generation} in {folder} is gone: it was removed, or its memory did not "
                     "survive the host",
                 ))  # fmt: skip
+            elif found.generation not in seen:
+                listing.pool_problems.append((
+                    found.generation,
+                    f"the pool of generation {found.generation} in {folder} has held steps, and none of its slots has a "
+                    "valid header any more",
+                ))  # fmt: skip
             return
         found = generations.get(found.parent or 0)
 
 
 def _read_kept(path: RunPath, number: int, timeline: TimelineListing) -> None:
+    """After everything else: then it knows of all that retention has removed meanwhile."""
     try:
         timeline.kept = path.read_kept(number)
     except CorruptionError as e:
         timeline.problems.append(str(e))
+    gone = [s for s in timeline.segments if s.is_gone and not s.in_memory]
+    timeline.problems += [f"{s.path} is gone" for s in gone if s.first_step > timeline.kept.horizon]
 
 
 def _read_timeline(listing: Listing, number: int, part: Part | None) -> None:
@@ -503,7 +519,6 @@ def _read_timeline(listing: Listing, number: int, part: Part | None) -> None:
     if document.timeline != number:
         listing.problems.append(f"{file} is not what its name says: it is of timeline {document.timeline}")
     timeline = TimelineListing(document)
-    _read_kept(path, number, timeline)
     listing.timelines[number] = timeline
     for name in files.listing(path.generations(number)):
         begun = re.fullmatch(r"(\d{6,})\.log-(\d{5,})", name)
@@ -528,7 +543,7 @@ def _read_timeline(listing: Listing, number: int, part: Part | None) -> None:
         try:
             manifest = bases.read_manifest(os.path.join(path.bases(number), name), part)
         except CorruptionError as e:
-            timeline.problems.append(str(e))
+            timeline.damaged[int(name)] = str(e)
             continue
         if manifest is None:
             here = bases.parts_there(os.path.join(path.bases(number), name))
@@ -536,23 +551,25 @@ def _read_timeline(listing: Listing, number: int, part: Part | None) -> None:
                 timeline.partial.append(f"of step {int(name)} {here}")
             continue
         if (manifest.run, manifest.timeline, manifest.step) != (listing.run.run, number, int(name)):
-            timeline.problems.append(
+            timeline.damaged[int(name)] = (
                 f"{os.path.join(path.bases(number), name)} is not what its name says: it is step {manifest.step} of "
                 f"timeline {manifest.timeline}"
             )
             continue
         timeline.bases[manifest.step] = manifest
+    timeline.problems += timeline.damaged.values()
     for name in files.listing(path.log(number)):
         parsed = parse_name(name)
         if parsed is None:
             continue
         file = os.path.join(path.log(number), name)
+        segment = Segment(file, listing.run.run, path.rank, *parsed)
+        timeline.segments.append(segment)
         try:
-            segment = Segment(file, listing.run.run, path.rank, *parsed).scan()
+            segment.scan()
         except CorruptionError as e:
             timeline.problems.append(str(e))
-            continue
-        timeline.segments.append(segment)
+            segment.give_up()
         timeline.problems.extend(segment.problems)
     in_memory = shared.log_folder(listing.shared, number, path.rank)
     for name in files.listing(in_memory):
@@ -560,3 +577,4 @@ def _read_timeline(listing: Listing, number: int, part: Part | None) -> None:
         if parsed is not None:
             file = os.path.join(in_memory, name)
             timeline.segments.append(Segment(file, listing.run.run, path.rank, *parsed, in_memory=True).scan())
+    _read_kept(path, number, timeline)

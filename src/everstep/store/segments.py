@@ -16,7 +16,7 @@ import torch
 
 from everstep import codec
 from everstep.codec.sparse import kept
-from everstep.errors import CorruptionError
+from everstep.errors import CorruptionError, UnreadableError
 from everstep.format import records
 from everstep.format.records import BLOCK, CURSOR, DATA, END, FOOTER, HEADER_BYTES, SEGMENT, Header, aligned
 from everstep.format.segment import SegmentEnd, SegmentHeader
@@ -81,6 +81,14 @@ class Segment:
         self.holes: list[tuple[int, int, str]] = []
         """(first step, last step, text) of what is not valid before something that is: damage, if any of it was durable."""
         self._next = 0
+        self._unread = -1
+        self.is_gone = False
+        """The name was there, and the file is not any more."""
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether something after its last frame cannot be read: there may be more frames."""
+        return self.end is None and self._unread >= (self.frames[-1].end_offset if self.frames else 0)
 
     @property
     def num_bytes(self) -> int:
@@ -91,7 +99,10 @@ class Segment:
         try:
             reader = files.Reader(self.path)
         except FileNotFoundError:
-            self.problems.append(f"{self.path} is gone")
+            self.is_gone = True
+            return self
+        except UnreadableError as e:
+            self._cannot_read(0, e)
             return self
         with reader:
             if self.header is None and not self._scan_header(reader):
@@ -100,10 +111,27 @@ class Segment:
                 self._walk(reader, self._next)
         return self
 
+    def give_up(self) -> None:
+        """Take nothing of it for valid, since it makes no sense; whatever was in there may be lost."""
+        self.header, self.frames, self.end, self._unread = None, [], None, self.num_bytes
+
+    def _cannot_read(self, offset: int, error: UnreadableError) -> None:
+        if self._unread < 0:
+            self.problems.append(f"{error}, at byte {offset}")
+        self._unread = max(self._unread, offset)
+
+    def _read(self, reader: files.Reader, offset: int, num_bytes: int) -> bytes:
+        """Nothing where the disk does not give the bytes back: that is not valid, whatever it is."""
+        try:
+            return reader.read(offset, num_bytes)
+        except UnreadableError as e:
+            self._cannot_read(offset, e)
+            return b""
+
     def _payload(self, reader: files.Reader, offset: int, header: Header) -> bytes | None:
         if header.stored_bytes > min(_MAX_META_BYTES, reader.num_bytes):
             return None
-        data = reader.read(offset + HEADER_BYTES, header.stored_bytes)
+        data = self._read(reader, offset + HEADER_BYTES, header.stored_bytes)
         if len(data) != header.stored_bytes:
             return None
         if records.payload_sum(data, records.at(self.seed, offset)) != header.payload_sum:
@@ -111,12 +139,12 @@ class Segment:
         return data
 
     def _scan_header(self, reader: files.Reader) -> bool:
-        header = records.unpack(reader.read(0, HEADER_BYTES), records.at(self.seed, 0))
+        header = records.unpack(self._read(reader, 0, HEADER_BYTES), records.at(self.seed, 0))
         payload = None
         if header is not None and header.type == SEGMENT:
             payload = self._payload(reader, 0, header)
         if header is None or payload is None:
-            self._resync(reader, BLOCK)
+            self._walk(reader, self._resync(reader, BLOCK))
             if self.in_memory:
                 return False  # it has been given back and not begun
             if self.end is not None or self.durable_step >= self.first_step:
@@ -142,7 +170,7 @@ class Segment:
             offset = reader.num_bytes // BLOCK * BLOCK - back * BLOCK
             if offset <= 0:
                 return False
-            header = records.unpack(reader.read(offset, HEADER_BYTES), records.at(self.seed, offset))
+            header = records.unpack(self._read(reader, offset, HEADER_BYTES), records.at(self.seed, offset))
             if header is None:
                 continue
             if header.type != END:
@@ -159,30 +187,41 @@ class Segment:
             return True
         return False
 
-    def _walk(self, reader: files.Reader, offset: int) -> None:
-        begin, ordinal = offset, 0
+    def _walk(self, reader: files.Reader, offset: int | None) -> None:
+        """Frame by frame to the end. What is not valid on the way is a hole if anything valid follows, else a torn tail."""
+        broken: list[tuple[int, int]] = []
+        """(frames found before it, byte at which its frame begins)"""
         self.torn_bytes = 0
+        while offset is not None:
+            begin, offset = self._walk_valid(reader, offset)
+            if offset is not None:
+                broken.append((len(self.frames), begin))
+                offset = self._resync(reader, aligned(offset + 1, BLOCK))
+        while broken and broken[-1][0] == len(self.frames) and self.end is None:
+            self.torn_bytes = reader.num_bytes - broken.pop()[1]
+        for known, begin in sorted(dict(reversed(broken)).items()):  # of those without a frame between them, the first
+            self._add_hole(reader, known, begin)
+
+    def _walk_valid(self, reader: files.Reader, offset: int) -> tuple[int, int | None]:
+        """Up to what is not valid: the byte at which its frame begins, and its own; None if there is no such thing."""
+        begin, ordinal = offset, 0
         while offset < reader.num_bytes:
-            header = records.unpack(reader.read(offset, HEADER_BYTES), records.at(self.seed, offset))
+            header = records.unpack(self._read(reader, offset, HEADER_BYTES), records.at(self.seed, offset))
             if header is None or offset + header.padded_bytes > aligned(reader.num_bytes, BLOCK):
-                self._broken(reader, begin, offset)
-                return
+                return begin, offset
             if header.type == END:
                 payload = self._payload(reader, offset, header)
                 if payload is None:
-                    self._broken(reader, begin, offset)
-                    return
+                    return begin, offset
                 self.end = _decode(payload, SegmentEnd, self.path)
                 self.durable_step = max(self.durable_step, self.end.durable_step)
-                return
+                return begin, None
             if header.ordinal != ordinal:
-                self._broken(reader, begin, offset)
-                return
+                return begin, offset
             if header.type == FOOTER:
                 footer = self._footer(reader, offset, header)
                 if footer is None:
-                    self._broken(reader, begin, offset)
-                    return
+                    return begin, offset
                 self.durable_step = max(self.durable_step, footer.durable_step)
                 after = aligned(offset + header.padded_bytes, BLOCK)
                 self.frames.append(FrameEntry(header.step, begin, offset, self.path, self.generation, after))
@@ -193,33 +232,28 @@ class Segment:
             ordinal += 1
         if offset > begin:
             self.torn_bytes = reader.num_bytes - begin
+        return begin, None
+
+    def _add_hole(self, reader: files.Reader, known: int, begin: int) -> None:
+        """After so many frames."""
+        first = self.frames[known - 1].step + 1 if known else self.first_step
+        listed = max(self.end.steps, default=first) if self.end is not None else first
+        is_last = known == len(self.frames)
+        last, end = (listed, reader.num_bytes) if is_last else (self.frames[known].step - 1, self.frames[known].offset)
+        self.holes.append((first, last, f"{self.path}: damaged between bytes {begin} and {end}"))
 
     def _footer(self, reader: files.Reader, offset: int, header: Header) -> Footer | None:
         payload = self._payload(reader, offset, header)
         return None if payload is None else _decode(payload, Footer, self.path)
 
-    def _broken(self, reader: files.Reader, begin: int, offset: int) -> None:
-        """Nothing valid at `offset`: a torn tail, or damage if anything valid follows."""
-        known = len(self.frames)
-        self._resync(reader, aligned(offset + 1, BLOCK))
-        if len(self.frames) > known or self.end is not None:
-            first = self.frames[known - 1].step + 1 if known else self.first_step
-            listed = max(self.end.steps, default=first) if self.end is not None else first
-            last = self.frames[known].step - 1 if len(self.frames) > known else listed
-            self.holes.append((first, last, f"{self.path}: damaged between bytes {begin} and {self._next or offset}"))
-        else:
-            self.torn_bytes = reader.num_bytes - begin
-
-    def _resync(self, reader: files.Reader, offset: int) -> None:
-        """Go on at the next block that begins a frame (or the end record)."""
-        if self.in_memory:
-            return
-        while offset < reader.num_bytes:
-            header = records.unpack(reader.read(offset, HEADER_BYTES), records.at(self.seed, offset))
+    def _resync(self, reader: files.Reader, offset: int) -> int | None:
+        """The next block that begins a frame (or the end record); None if there is none."""
+        while offset < reader.num_bytes and not self.in_memory:
+            header = records.unpack(self._read(reader, offset, HEADER_BYTES), records.at(self.seed, offset))
             if header is not None and (header.type == END or header.ordinal == 0):
-                self._walk(reader, offset)
-                return
+                return offset
             offset += BLOCK
+        return None
 
 
 def _ordinals(parts: list[list[tuple[int, int, int]]]) -> list[int]:

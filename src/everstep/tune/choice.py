@@ -29,7 +29,7 @@ class Decision:
     cost: Cost
     reason: str
     broken: tuple[str, ...] = ()
-    """Limits that no setting keeps."""
+    """Limits that it does not keep."""
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON, which cannot say that something is infinite."""
@@ -65,7 +65,7 @@ def choose(
     free = best if limits == Limits() else _best(measured, Limits(), modes, bases, max_batch)
     return Decision(
         setting=setting, cost=cost_of(measured, setting), reason=_reason(measured, limits, setting, free.setting),
-        broken=tuple(_broken(measured, limits, setting)),
+        broken=broken(measured, limits, setting),
     )  # fmt: skip
 
 
@@ -150,9 +150,17 @@ def _most(excesses: list[tuple[str, Array]], like: Array) -> Array:
     return found
 
 
-def _broken(measured: Measured, limits: Limits, setting: Setting) -> list[str]:
+def broken(measured: Measured, limits: Limits, setting: Setting) -> tuple[str, ...]:
+    """The limits that a setting does not keep."""
     cost = cost_of(measured, setting)
-    return [name for name, excess in [*_needs(measured, cost), *_wishes(limits, cost)] if excess > 0]
+    return tuple(name for name, excess in [*_needs(measured, cost), *_wishes(limits, cost)] if excess > 0)
+
+
+def excess_of(measured: Measured, limits: Limits, setting: Setting) -> tuple[float, float]:
+    """By how much a setting breaks what must be, and what the user wants: what settings are compared by."""
+    cost = cost_of(measured, setting)
+    must, wish = (max([0.0, *(float(e) for _, e in found)]) for found in (_needs(measured, cost), _wishes(limits, cost)))
+    return must, wish
 
 
 def _reason(measured: Measured, limits: Limits, setting: Setting, free: Setting) -> str:
@@ -160,11 +168,11 @@ def _reason(measured: Measured, limits: Limits, setting: Setting, free: Setting)
     parts = [_why_mode(measured, setting), _why_interval(measured, setting)]
     if setting.mode == "delta":
         parts.append(_why_batch(measured, setting))
-    broken = _broken(measured, limits, setting)
-    if broken:
-        parts.append(f"no setting keeps within {' and '.join(broken)}: this comes nearest")
+    missed = broken(measured, limits, setting)
+    if missed:
+        parts.append(f"no setting keeps within {' and '.join(missed)}: this comes nearest")
     elif free != setting:
-        bound = _broken(measured, limits, free)
+        bound = broken(measured, limits, free)
         if bound:
             parts.append(f"without {' and '.join(bound)} it would be {describe(replace(free, bases=setting.bases))}")
     return "; ".join(part for part in parts if part)

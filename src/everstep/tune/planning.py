@@ -16,6 +16,9 @@ BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 MOMENTS = {"sgd": 0, "momentum": 1, "adam": 2}
 COMPRESSIONS = ("none", "half", "topk")
 INDEX_BYTES = 4
+_LEAST, _MOST = 1e-9, 1e18
+"""What there is to plan with is between these: then nothing that follows from it is too large for a number."""
+_MAY_BE_INFINITE = ("memory_bytes", "mtbf_s")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,12 +64,14 @@ class Assumed:
             if each.type in ("float", "int") and not (isinstance(value, int | float) and value >= 0):
                 raise UsageError(f"{each.name} must be a number from 0 on, not {value!r}")
         speeds = ("disk_bytes_s", "link_bytes_s", "copy_bytes_s", "fold_params_s", "handle_bytes_s")
-        for name in ("params", "step_s", "mtbf_s", "memory_bytes", *speeds):
-            if not getattr(self, name) > 0:
-                raise UsageError(f"{name} must be more than 0")
-        for name in ("params", "step_s"):
-            if math.isinf(getattr(self, name)):
-                raise UsageError(f"{name} must be finite")
+        for name in ("params", "step_s", "mtbf_s", "memory_bytes", "topk_ratio", *speeds):
+            if not getattr(self, name) >= _LEAST:
+                raise UsageError(f"{name} must be at least {_LEAST:g}, not {getattr(self, name)!r}")
+        for each in fields(self):
+            value = getattr(self, each.name)
+            is_free = each.name in _MAY_BE_INFINITE and value == math.inf
+            if each.type in ("float", "int") and value > _MOST and not is_free:
+                raise UsageError(f"{each.name} must be at most {_MOST:g}, not {value!r:.40}")
         for name in ("ranks", "cores"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} must be at least 1, not {getattr(self, name)}")

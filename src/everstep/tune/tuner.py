@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from everstep.tune.averages import Averages
-from everstep.tune.choice import Decision, choose, describe
+from everstep.tune.choice import Decision, broken, choose, describe, excess_of
 from everstep.tune.model import Limits, Measured, Setting, cost_of
 
 MARGIN = 0.1
@@ -32,6 +32,16 @@ def is_worth(then: float, now: float) -> bool:
     return then - now > max(MARGIN * (1 - now), WORTH)
 
 
+def keeps_better(then: tuple[float, float], now: tuple[float, float]) -> bool:
+    """Whether limits are broken by so much less (see excess_of) that a change pays; not at all is always less."""
+    for after, before in zip(then, now, strict=True):
+        if after < before and (after == 0.0 or before - after > MARGIN * before):
+            return True
+        if after > before:
+            return False
+    return False
+
+
 class Tuner:
     """Holds the setting in force. Pure but for what it remembers; one thread."""
 
@@ -51,7 +61,7 @@ class Tuner:
         wanted = self._towards(best.setting)
         now, then = cost_of(measured, self.setting), cost_of(measured, wanted)
         saved = then.goodput - now.goodput
-        at_odds = self._breaks(measured, self.setting) > self._breaks(measured, wanted)
+        at_odds = keeps_better(*(excess_of(measured, self._limits, setting) for setting in (wanted, self.setting)))
         reason = best.reason if wanted == best.setting else f"on the way to {best.reason}"
         if wanted == self.setting:
             why = f"as before: {reason}"
@@ -64,18 +74,8 @@ class Tuner:
             wanted, then = self.setting, now
         changed = wanted != self.setting
         self.setting = wanted
-        return Verdict(
-            step=step, changed=changed, decision=Decision(setting=wanted, cost=then, reason=why, broken=best.broken)
-        )
-
-    def _breaks(self, measured: Measured, setting: Setting) -> float:
-        """By how much a setting breaks limits, in all; 0: it keeps them."""
-        cost, limits = cost_of(measured, setting), self._limits
-        pairs = (
-            (cost.overhead, limits.max_overhead), (cost.worst_recovery_s, limits.max_recovery_s),
-            (cost.kept_bytes, limits.max_bytes), (1 / max(cost.keeps_up, 1e-9), 1.0),
-        )  # fmt: skip
-        return float(sum(max(value / limit - 1, 0.0) for value, limit in pairs if limit is not None))
+        missed = broken(measured, self._limits, wanted)
+        return Verdict(step=step, changed=changed, decision=Decision(setting=wanted, cost=then, reason=why, broken=missed))
 
     def _towards(self, best: Setting) -> Setting:
         now = self.setting

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from everstep import tree
 from everstep.capture.loader.anatomy import sampler_name
 from everstep.capture.loader.generators import (
     OwnGenerator,
@@ -23,7 +25,7 @@ from everstep.capture.loader.generators import (
 )
 from everstep.capture.loader.passes import AS_IT_WAS
 from everstep.data import Sampler
-from everstep.errors import CursorError
+from everstep.errors import CursorError, UnsupportedValueError
 
 # These draw from the global generators before their first index, if at all, and never again in a pass.
 _DRAW_AT_START: tuple[type, ...] = (
@@ -50,6 +52,7 @@ class Track:
         self.watched = not _draws_at_start(sampler)
         self.seeds: Tensor | None = None  # what the workers' base_seed is drawn from
         self.at_iter: State | None = None  # before iter(sampler), if watched
+        self.kept: list[State] = []  # what samplers of the user's own counted by then
         self.at_first: State | None = None  # before its first index
         self.draws: list[tuple[int, State]] = []  # position, and the generators that moved there as they were
         self.draws_forgotten = False
@@ -59,6 +62,7 @@ class Track:
     def resume(self, recorded: State, delivered: int) -> None:
         self.seeds = recorded["seeds"]
         self.at_iter = recorded["at_iter"]
+        self.kept = recorded.get("kept", [])
         self.at_first = recorded["at_first"]
         self.draws = [(position, rng) for position, rng in recorded["draws"]]
         self.draws_forgotten = recorded["draws_forgotten"]
@@ -73,6 +77,7 @@ class Track:
         return {
             "seeds": self.seeds,
             "at_iter": self.at_iter,
+            "kept": self.kept,
             "at_first": self.at_first,
             "draws": list(self.draws),
             "draws_forgotten": self.draws_forgotten,
@@ -104,6 +109,7 @@ class Indices:
         if track.skip is None:
             if track.watched:
                 track.at_iter = all_rngs(track.own)
+                track.kept = [_kept_by(part) for part in _own_parts(track.sampler)]
             self._inner = iter(track.sampler)
 
     def seek(self) -> None:
@@ -113,6 +119,8 @@ class Indices:
             return
         if track.at_iter is not None:
             set_all_rngs(track.at_iter, track.own)
+        for part, kept in zip(_own_parts(track.sampler), track.kept, strict=False):
+            _give_back(part, kept)
         self._inner = iter(track.sampler)
         if track.at_first is not None:
             set_all_rngs(track.at_first, track.own)
@@ -156,6 +164,33 @@ class Indices:
             if moved:
                 track.draws.append((self._position, moved))
                 track.changed = True
+
+
+def _own_parts(sampler: Any) -> list[Any]:
+    """Those of a chain of samplers that are classes of the user's own."""
+    found: list[Any] = []
+    while sampler is not None and not any(sampler is part for part in found):
+        if type(sampler) is not BatchSampler and type(sampler) not in _DRAW_AT_START:
+            found.append(sampler)
+        sampler = getattr(sampler, "sampler", None)
+    return found
+
+
+def _kept_by(part: Any) -> State:
+    """What decides, beside random numbers, on the indices of its next pass: its state, or the numbers that it keeps."""
+    if callable(getattr(part, "state_dict", None)) and callable(getattr(part, "load_state_dict", None)):
+        with contextlib.suppress(UnsupportedValueError):
+            return {"state": tree.freeze(part.state_dict())}
+    values = getattr(part, "__dict__", {})
+    return {"numbers": {name: value for name, value in values.items() if type(value) in (int, float, bool)}}
+
+
+def _give_back(part: Any, kept: State) -> None:
+    if "state" in kept:
+        part.load_state_dict(tree.freeze(kept["state"]))
+    for name, value in kept.get("numbers", {}).items():
+        if getattr(part, name, value) != value:
+            setattr(part, name, value)
 
 
 def _draws_at_start(sampler: Any) -> bool:

@@ -1,0 +1,121 @@
+"""Reading a run while it is written: what retention removes, or the writer adds, in the meantime is no damage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import everstep
+from everstep.errors import CorruptionError
+from everstep.follow.keeper import stored
+from everstep.format.documents import KeptDocument
+from everstep.restore import history
+from everstep.store import files, retention, runs
+from everstep.store.retention import Retention
+from everstep.store.runs import RunPath
+from everstep.store.segments import Segment
+from support import crash
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> str:
+    """Bases at 0, 5, 10 and 15, a segment for about every 3 of 17 steps. Nothing has been removed."""
+    torch.manual_seed(1)
+    model = nn.Linear(32, 8)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    run = everstep.attach(
+        model, optimizer, tmp_path / "run", quiet=True, follower=False, base_interval=5, segment_bytes=20_000,
+        retention={"bases": 100},
+    )  # fmt: skip
+    run.resume()
+    for _ in range(17):
+        model(torch.randn(4, 32)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        run.commit(wait=True)
+        assert run._capture is not None and run._capture.snapshot is not None
+        run._capture.snapshot.wait()
+    crash(run)
+    return str(tmp_path / "run")
+
+
+def retain(run: str) -> None:
+    """As the keeper of a run that keeps one base."""
+    path = RunPath(run)
+    removal = retention.plan_removal(Retention(bases=1), *stored(path, 1), 17)
+    assert len(removal.bases) == 3 and len(removal.segments) > 2
+    path.write_kept(1, KeptDocument(removal.horizon))
+    retention.execute(removal)
+
+
+def before(monkeypatch: Any, where: Any, name: str, act: Callable[[], None]) -> list[str]:
+    """Something happens when this is called for the first time."""
+    done: list[str] = []
+    really = getattr(where, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not done:
+            done.append(name)
+            act()
+        return really(*args, **kwargs)
+
+    monkeypatch.setattr(where, name, call)
+    return done
+
+
+@pytest.mark.parametrize("deep", [False, True])
+@pytest.mark.parametrize(
+    ("where", "name"),
+    [(runs.bases, "read_manifest"), (Segment, "scan"), (history, "check_base"), (history, "_verify_frame")],
+    ids=lambda each: each if isinstance(each, str) else "in",
+)
+def test_what_retention_removes_while_a_run_is_read_is_not_missed(
+    where: Any, name: str, deep: bool, run: str, monkeypatch: Any
+) -> None:
+    assert everstep.open(run).verify(deep=deep).ok
+    done = before(monkeypatch, where, name, lambda: retain(run))
+    assert everstep.open(run).verify(deep=deep).problems == []
+    assert done
+    assert everstep.open(run).steps == [15, 16, 17]
+
+
+def test_what_retention_removes_while_a_run_is_replayed_is_not_missed(run: str, monkeypatch: Any) -> None:
+    done = before(monkeypatch, history, "_verify_deep", lambda: retain(run))
+    report = everstep.open(run).verify(deep=True)
+    assert report.problems == [] and done
+    assert report.replayed_step == 17
+
+
+def test_what_somebody_else_removes_meanwhile_is_missed(run: str, monkeypatch: Any) -> None:
+    def remove() -> None:
+        next(Path(run).glob("timelines/0001/log/rank-00000/*.frames")).unlink()
+
+    before(monkeypatch, history, "check_base", remove)
+    assert not everstep.open(run).verify().ok
+
+
+def test_the_last_segment_is_missed_where_it_makes_no_sense(run: str, monkeypatch: Any) -> None:
+    newest = max(files.listing(RunPath(run).log(1)))
+    scan = Segment.scan
+
+    def fail(self: Segment) -> Segment:
+        if self.path.endswith(newest):
+            raise CorruptionError(f"{self.path}: a Footer cannot be decoded")
+        return scan(self)
+
+    monkeypatch.setattr(Segment, "scan", fail)
+    with pytest.raises(CorruptionError, match=r"may be lost.* cannot be decoded"):
+        everstep.open(run).state()
+
+
+def test_a_segment_that_is_younger_than_the_listing_is_not_missed(run: str, monkeypatch: Any) -> None:
+    listing = files.listing
+    newest = max(listing(RunPath(run).log(1)))
+    monkeypatch.setattr(files, "listing", lambda path: [n for n in listing(path) if n != newest])
+    assert everstep.open(run).verify().problems == []
+    assert everstep.open(run).state()["model"]
