@@ -656,3 +656,34 @@ def test_pools_of_a_run_that_was_closed_go_when_another_mode_has_taken_over(tmp_
         turn(model, optimizer, 2)
         truth.commit()
         truth.run.close()
+
+
+def test_steps_that_only_a_pool_leads_to_are_left_out_when_it_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Snapshots, a kill, delta mode, and a kill before its first base is stored: its frames go on from the pool."""
+    model = linear()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    truth = noted(tmp_path / "run", model, optimizer)
+    for n in range(3):
+        turn(model, optimizer, n)
+        truth.commit()
+    truth.run.flush()
+    crash(truth.run)
+    with monkeypatch.context() as patched:
+        patched.setattr(everstep.Run, "_take_base", lambda run: None)
+        run = everstep.attach(model, optimizer, tmp_path / "run", quiet=True, follower=False)
+        assert run.resume() == 3
+        for n in (3, 4):
+            turn(model, optimizer, n)
+            run.commit()
+        crash(run)
+    history = everstep.open(tmp_path / "run")
+    assert history.steps[-3:] == [3, 4, 5]
+    last = history.state(5)
+    with everstep.attach(model, optimizer, tmp_path / "run", quiet=True, follower=False) as run:
+        assert run.resume() == 5
+    assert not list(tmp_path.rglob("*.pool"))
+    history = everstep.open(tmp_path / "run")
+    assert history.steps[-1] == 5 and 4 not in history.steps
+    must_equal(copied(history.state(5)), copied(last), "step 5")
+    report = history.verify(deep=True)
+    assert report.ok, str(report)

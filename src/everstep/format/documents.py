@@ -80,7 +80,8 @@ class KeptDocument(msgspec.Struct):
     horizon: int
     """Retention may have removed steps below this one."""
     gaps: tuple[tuple[int, int, int], ...] = ()
-    """(first, last, generation) of steps that this generation never stored, because storage had failed."""
+    """(first, last, generation) of steps that this generation never stored, because storage had failed; or whose frames went
+    on from a pool that is gone."""
 
 
 class TuningDocument(msgspec.Struct):

@@ -6,7 +6,7 @@ import itertools
 import os
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from everstep.errors import CorruptionError, NothingToRestoreError, StepNotFoundError, UnreadableError
 from everstep.format.documents import GenerationDocument, Manifest
@@ -96,6 +96,11 @@ class Line:
                 found.add(n)
                 n += 1
         return sorted(found)
+
+    def on_pools_only(self) -> list[FrameEntry]:
+        """Frames, in order, that cannot be replayed any more once the pools are gone."""
+        stored = replace(self, bases={n: base for n, base in self.bases.items() if not base[0].in_pool})
+        return [self.frames[n] for n in sorted({*self.steps()} - {*stored.steps()}) if n in self.frames]
 
     def needs_memory(self, plan: Plan) -> bool:
         """Whether some of its frames are only in the memory of this host, in the log of a shadow."""
