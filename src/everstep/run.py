@@ -1,13 +1,11 @@
-"""attach and Run: the rules of commit, data passes, storage errors and close."""
+"""attach and Run: the rules of commit, storage errors and close."""
 
 from __future__ import annotations
 
 import atexit
-import copy
 import os
 import time
 import warnings
-import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -18,7 +16,6 @@ from everstep import cursor as cursors
 from everstep import forks, rng
 from everstep.alone import Alone
 from everstep.capture import buckets
-from everstep.capture import loader as loaders
 from everstep.capture.capture import Capture
 from everstep.capture.snapshot import Snapshot
 from everstep.capture.states import States
@@ -28,6 +25,7 @@ from everstep.follow.keeper import Keeper
 from everstep.generation import Leftovers, Resumed, computes_differently, own_pools
 from everstep.opening import open_run
 from everstep.options import Options
+from everstep.passes import Passes
 from everstep.restore.execute import Restored
 from everstep.restore.history import Step
 from everstep.stages import Reports, Stages
@@ -89,20 +87,9 @@ class Run:
         self._resumed: int | None = None
         self._closed = False
         self._forks = forks.count
-        self._saved_position: dict[str, Any] | None = None
-        self._pass: loaders.Pass | None = None
-        self._loader: Any = None
-        self._pass_index = -1
-        self._skipped_passes = False
-        self._between: int | None = None
-        """Since the last pass has ended, so many commits were asked for; None: a pass is under way, or none has begun."""
-        self._made = 0
-        """So many commits after the pass that was resumed had been made before: what leads to them is undone."""
-        self._loaders: list[weakref.ref[Any]] = []
-        """In the order in which they were first used."""
-        self._others: dict[int, list[Any]] = {}
-        """Generators of those that are not in use."""
-        self._restored: Restored | None = None
+        self._passes = Passes(
+            may_drop=self._options.cursor == "drop", world_size=self._opened.ranks.size, set_back=self._set_back
+        )
         self._durable = -1
         self._base_ready = False
         self._unprotected_since: int | None = None
@@ -134,7 +121,7 @@ class Run:
     @property
     def epoch(self) -> int:
         """Which pass the latest call of steps() is in, counted from 0 over all calls."""
-        return max(self._pass_index, 0)
+        return self._passes.epoch
 
     @property
     def durable_step(self) -> int:
@@ -169,21 +156,20 @@ class Run:
         if self._resumed is None:
             self.resume()
         for _ in range(epochs):
-            self._settle_pass()
-            self._pass_index += 1
-            number = self._number_of(loader)
-            saved = self._saved_position
-            if saved is not None and self._pass_index < saved["pass"]:
-                self._skip_pass()
+            self._end_pass()
+            current = self._passes.next(loader)
+            if current is None:
                 continue
-            self._loader = loader
-            current = self._pass = self._open_pass(loader)
-            self._others = self._generators_but(number)
             for batch in current:
                 yield batch
                 self.commit()
-            self._pass = current
-            self._between = 0
+            self._passes.ended(current)
+
+    def _end_pass(self) -> None:
+        """Another pass begins: commit what was done after the last batch of one that was left early."""
+        if self._passes.left() and self._live().pending():
+            with self._passes.at_next():
+                self.commit()
 
     def commit(self, wait: bool = False) -> int:
         """End step t: everything since the last commit becomes its frame. Nothing happened: nothing is committed.
@@ -191,7 +177,7 @@ class Run:
         Returns the step. `wait`: only when it is durable. Raises what went wrong in the background since the last.
         """
         capture = self._live()
-        if self._between is not None and self._was_made_before():
+        if self._passes.was_made_before():
             return capture.step
         begun = time.perf_counter()
         stalled = capture.stall_s
@@ -308,8 +294,7 @@ class Run:
             self._cursor()
             self._take_base()
             return
-        self._saved_position = found.cursor["data"]
-        self._restored = restored
+        self._passes.resumed(found, restored)
         self._last_cursor = {**found.cursor, "rng": rng.capture()}
         differently = computes_differently(restored.fingerprint)
         if found.is_new or self._leftovers.hold_the_state or differently:
@@ -323,135 +308,18 @@ class Run:
             self._durable = found.step
         self._say(f"everstep: resumed {self.path} {found.told}")
 
-    # -- data ---------------------------------------------------------------------------------------------------------
-
-    def _number_of(self, loader: Any) -> int | None:
-        """Which one it is, in the order of first use; None if that cannot be told."""
-        for number, known in enumerate(self._loaders):
-            if known() is loader:
-                return number
-        try:
-            self._loaders.append(weakref.ref(loader))
-        except TypeError:
-            return None
-        return len(self._loaders) - 1
-
-    def _generators_but(self, number: int | None) -> dict[int, list[Any]]:
-        """States of the generators that other loaders have: they decide on their next passes."""
-        alive = {n: known() for n, known in enumerate(self._loaders) if n != number}
-        found = {n: loaders.generator_states(each) for n, each in alive.items() if each is not None}
-        return {n: states for n, states in found.items() if states}
-
-    def _set_generators(self, saved: Mapping[int, list[Any]]) -> None:
-        """Of loaders that the program has used so far; it may be another program than the one that was killed."""
-        for number, states in saved.items():
-            loader = self._loaders[number]() if number < len(self._loaders) else None
-            if loader is not None:
-                loaders.set_generator_states(loader, states)
-
-    def _skip_pass(self) -> None:
-        """It was finished before. What comes after it in the user's code runs again, and is undone later."""
-        if not self._skipped_passes:
-            self._keep_apart()
-        self._skipped_passes = True
-        self._between = 0
-
-    def _keep_apart(self) -> None:
-        """The live optimizers have taken over the tensors of the restored state: from now on it has its own."""
-        assert self._restored is not None
-        for optimizer in self._restored.state.optimizers.values():
-            optimizer.state = copy.deepcopy(optimizer.state)
-
-    def _was_made_before(self) -> bool:
-        """Whether a commit between passes, in code that runs again after a resume, is part of the state already."""
-        assert self._between is not None
-        self._between += 1
-        if self._saved_position is not None:
-            return self._skipped_passes
-        if self._between > self._made:
-            return False
-        if self._between == self._made:
-            self._undo()
-        return True
-
-    def _undo(self) -> None:
-        """What has been done since the resume, without a commit: all is as it was then."""
-        restored, self._restored, self._made = self._restored, None, 0
-        if restored is not None and not self._commits:
+    def _set_back(self, restored: Restored) -> None:
+        """All is as it was when the run was resumed, unless a step has been committed since."""
+        if not self._commits:
             assert self._found is not None
             self._opened.training.apply(restored, self._found.cursor)
             self._live().forget_changes()
-
-    def _open_pass(self, loader: Any) -> loaders.Pass:
-        if self._made:
-            self._undo()
-        self._between = None
-        saved, self._saved_position = self._saved_position, None
-        if saved is None:
-            return loaders.open_pass(loader, epoch=self._pass_index, state=None)
-        assert self._restored is not None and self._found is not None
-        restored = self._restored
-        cursor, resized_from = self._found.cursor, self._found.resized_from
-        if self._skipped_passes:
-            self._undo()
-        self._made = 0 if resized_from else saved.get("commits", 0)
-        self._restored = restored if self._made else None
-        if self._made:
-            self._keep_apart()
-        self._set_generators({} if resized_from else saved.get("others", {}))
-        if resized_from and saved["state"] is not None:
-            rng.install(cursor["rng"])
-            return self._open_resized(loader, saved["state"], resized_from)
-        if saved["state"] is None:
-            # The pass has not begun: what it draws when it begins comes from the generators as they were.
-            if saved["generators"]:
-                if "loader" in saved:
-                    self._set_generators({saved["loader"]: saved["generators"]})
-                else:
-                    loaders.set_generator_states(loader, saved["generators"])
-            rng.install(cursor["rng"])
-            return loaders.open_pass(loader, epoch=self._pass_index, state=None)
-        current = loaders.open_pass(loader, epoch=self._pass_index, state=saved["state"])
-        rng.install(cursor["rng"])
-        return current
-
-    def _open_resized(self, loader: Any, state: Any, resized_from: int) -> loaders.Pass:
-        """A pass that another number of ranks had begun."""
-        if self._options.cursor == "drop":
-            return loaders.open_pass(loader, epoch=self._pass_index, state=None)
-        loaders.check_resizable(state, loader, resized_from, self._opened.ranks.size)
-        return loaders.open_resized_pass(loader, epoch=self._pass_index, state=state)
-
-    def _settle_pass(self) -> None:
-        """Another pass begins: commit what was done after the last batch of one that was left early, which ends it."""
-        if self._pass is not None:
-            self._pass = self._between = None
-            if self._live().pending():
-                self._pass_index += 1
-                try:
-                    self.commit()
-                finally:
-                    self._pass_index -= 1
-
-    def _position(self) -> dict[str, Any]:
-        current = self._pass
-        others: dict[str, Any] = {"others": self._others} if self._others else {}
-        if current is not None:
-            made = {"commits": self._between} if self._between else {}
-            return {"pass": self._pass_index, "state": current.state(), "generators": [], **others, **made}
-        if self._saved_position is not None:
-            return self._saved_position
-        generators = [] if self._loader is None else loaders.generator_states(self._loader)
-        number = self._number_of(self._loader) if generators and len(self._loaders) > 1 else None
-        if number is not None:
-            others["loader"] = number
-        return {"pass": max(self._pass_index, 0), "state": None, "generators": generators, **others}
 
     def _cursor(self) -> dict[str, Any]:
         """The cursor of the step that is being committed."""
         self._last_cursor = {
             "rng": rng.capture(),
-            "data": self._position(),
+            "data": self._passes.position(),
             "extras": cursors.capture_extras(self._extras) if self._extras else {},
         }
         if self._compress is not None:
@@ -467,7 +335,7 @@ class Run:
     def _after_commit(self, capture: Capture | States) -> None:
         keeper = self._keeper
         assert keeper is not None
-        self._restored = None if self._saved_position is None else self._restored
+        self._passes.committed()
         if self._commits == PACE_AFTER:
             self._say(self._pace_line(capture))
         base = capture.snapshot

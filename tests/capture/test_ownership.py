@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 import everstep
-from everstep.capture import tap, watch
+from everstep.capture import held, tap, watch
 from everstep.errors import AuditError
 from truth import Truth, check_history, check_resume, crash, equal, gate, slow
 
@@ -329,7 +329,7 @@ def test_gradients_are_logged_as_consumed(pattern: str, clean: int, tmp_path: An
 def as_if_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is done for models of many tensors, with few."""
     monkeypatch.setattr(tap, "LOOK_AT_ONCE", 0)
-    monkeypatch.setattr(tap, "SHARE", 2)
+    monkeypatch.setattr(held, "SHARE", 2)
     monkeypatch.setattr(watch, "LOOK_HERE_TENSORS", 0)
     monkeypatch.setattr(watch, "SLICE_BYTES", 0)
     monkeypatch.setattr(watch, "SLICED_UP_TO_BYTES", 0)

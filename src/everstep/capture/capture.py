@@ -291,7 +291,7 @@ class Capture(Recorder):
 
     def is_as_committed(self) -> bool:
         """Whether the live state still is S(step): then a base of it can be taken."""
-        intact = self._strays.carry_is_intact() and all(tap.carry_is_intact() for tap in self.taps.values())
+        intact = self._strays.carry_is_intact() and all(tap.carry.is_intact() for tap in self.taps.values())
         return intact and not self.pending()
 
     def has_newer_residuals(self) -> bool:
@@ -353,7 +353,7 @@ class Capture(Recorder):
     def _carried(self, live: Described) -> tuple[tuple[int, int], ...]:
         out = []
         for tap in self.taps.values():
-            for uid, kind, grad in tap.carried_now():
+            for uid, kind, grad in tap.carry.now():
                 index = -1
                 if kind != "zero":
                     index = live.add(uid, "grad", f"grad.{uid:016x}", grad.detach().clone(), settled=True)

@@ -10,7 +10,6 @@ Everything here runs on the training thread, except that the writer's finds out 
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,11 +22,11 @@ import torch
 from torch.optim import Optimizer
 
 from everstep import forks, payloads, sharding, tree
+from everstep.capture.carry import Carry
 from everstep.capture.early import Early
+from everstep.capture.held import Held, clone, unshared, version_of, versions_of
 from everstep.capture.pending import (
     Item,
-    PendingCarry,
-    PendingGrad,
     PendingGroups,
     PendingState,
     PendingTensor,
@@ -37,23 +36,19 @@ from everstep.capture.pending import (
 from everstep.capture.trial import Trial
 from everstep.errors import InexactWarning
 from everstep.fold import class_name
-from everstep.memory import same_bits, view_as_bits
+from everstep.memory import same_bits
 from everstep.naming import follow_outer, outer_of
 
 LEARNING_UPDATES = 3
 LOOK_AT_ONCE = 48
 """Up to so many gradients are looked at as soon as zero_grad has let them go, and not only when their frame ends."""
-SHARE = 8
-"""Of more, one in so many, at one update in LOOK_EVERY: whoever holds the memory of one mostly holds all, and each time."""
 LOOK_EVERY = 4
+"""Of more, some are, at one update in so many."""
 _FIXED = frozenset((int, float, bool, str, bytes, complex, type(None)))
 MAX_DEVIATIONS = 8
 """After so many updates whose gradients were not let go, they are copied for good."""
 NEVER_REPLAYED = frozenset(("torch.optim.LBFGS",))
-_version = attrgetter("_version")
 _grad = attrgetter("grad")
-_num_owners: Callable[[torch.Tensor], int] = torch.Tensor._use_count  # type: ignore[attr-defined]
-_use_count: Callable[[int], int] = torch._C._storage_Use_Count
 
 
 class Recorder(Protocol):
@@ -75,104 +70,6 @@ class Recorder(Protocol):
     def state_loaded(self, optimizer: str) -> None: ...
 
     def is_quiet(self) -> bool: ...
-
-
-class _Held:
-    """Gradients of one update, held by reference until it is sure what becomes of them."""
-
-    update: PendingUpdate | None = None
-    was_released = False
-    suspect = False
-    """They were let go while something else could still write to their memory."""
-    copies: Sequence[torch.Tensor] = ()
-    """What they were, where they were copied to learn what becomes of them."""
-
-    def __init__(
-        self, params: list[torch.Tensor], grads: list[torch.Tensor | None], seal: Seal | None,
-        versions: list[int] | None = None, *, grad_of: Callable[[Any], Any], lock: threading.Lock,
-    ) -> None:  # fmt: skip
-        """`versions`: where all of them have a gradient, their version counters."""
-        self._grad_of, self._lock = grad_of, lock
-        if versions is None:
-            params = [p for p, g in zip(params, grads, strict=True) if g is not None]
-            grads = [g for g in grads if g is not None]
-            versions = list(map(_version, grads))
-        self.params = params
-        self.grads: list[Any] = grads.copy()
-        self.versions = versions
-        self.seal = seal
-        if seal is not None:
-            seal.release = self.release
-
-    def still_equal(self) -> bool:
-        """Whether they have the bits that were copied; also found are writes that no version counter shows."""
-        pairs = zip(self.copies, self.grads, strict=True) if len(self.copies) == len(self.grads) else ()
-        return all(a.is_sparse or same_bits(a, b) for a, b in pairs)
-
-    def untouched(self) -> bool:
-        return list(map(_version, self.grads)) == self.versions
-
-    def attached(self) -> bool:
-        """Whether any is still on its parameter."""
-        return any(map(is_, map(self._grad_of, self.params), self.grads))
-
-    def released(self) -> bool:
-        """Whether nobody but Everstep can reach them: not on a parameter, no other reference, memory not shared."""
-        # A tensor has one owner if its Python object is all that holds it; a parameter would be another.
-        return (
-            self.untouched()
-            and max(map(_num_owners, self.grads), default=1) == 1
-            and not self._referenced()
-            and not self.shared()
-        )
-
-    def release(self) -> bool:
-        """Open the seal and let go of them, if they have been released. Returns whether it is open (any thread)."""
-        assert self.seal is not None
-        with self._lock:
-            if not self.seal.open.is_set():
-                if self.suspect or not self.released():
-                    return False
-                self._let_go()
-            return True
-
-    def _let_go(self) -> None:
-        assert self.seal is not None
-        self.was_released = True
-        self.seal.break_open()
-        self.grads, self.params, self.versions, self.update = [], [], [], None
-
-    def look_at_some(self, turn: int) -> None:
-        """They have just been let go: if somebody else has hold of their memory, they cannot be trusted any more."""
-        with self._lock:
-            self.suspect = self.suspect or any(_sharing(self.grads[turn % SHARE :: SHARE]))
-
-    def open(self, results: Callable[[], list[Item]]) -> bool:
-        """Open the seal of gradients that have been read. Returns whether they can be trusted; else `results` are stored."""
-        assert self.seal is not None
-        with self._lock:
-            if self.seal.open.is_set():
-                return True
-            good = not (self.suspect or not self.untouched() or self.shared())
-            if not good:
-                self.seal.instead = results()
-            self.seal.break_open()
-            return good
-
-    def _referenced(self) -> bool:
-        """Whether anybody else holds one of them."""
-        # References: the list here, the pending update's list, getrefcount's argument; the writer has one more in hand.
-        writing = -1 if self.update is None else self.update.at
-        counts = list(map(sys.getrefcount, self.grads))
-        if writing >= 0 and self.update is not None:
-            if self.update.at != writing or len(counts) != len(self.update.grads):
-                return True
-            counts[writing] = 0
-        return max(counts, default=0) > 3
-
-    def shared(self) -> bool:
-        """Whether other tensors or arrays see the memory: some of those write without moving a version counter."""
-        return any(_sharing(self.grads))
 
 
 class Tap:
@@ -203,7 +100,7 @@ class Tap:
         self._usual = False
         """The last update was taken by reference before its step, as those before it."""
         self._scale: torch.Tensor | None = None
-        self._held: _Held | None = None
+        self._held: Held | None = None
         self._clean = 0
         self._never_shared = False
         self._deviations = 0
@@ -216,20 +113,13 @@ class Tap:
         self._trials_left = 2
         self._warned_unkept = False
         self._trial: Trial | None = None
-        self._at_commit: list[torch.Tensor | None] = []
-        self._carries = True
-        self._carry_seen = 0
-        self._left_at_commit = False
-        self._carry_kinds: dict[int, str] = {}
-        self._carry_versions: dict[int, int] = {}
+        self.carry = Carry()
         self.updates = self._told_updates = 0
         self.thread_s = 0.0
         """Time that hooks have taken from the training thread."""
         self.copied_bytes = 0
         self._read_groups()
-        for uid, g in zip(self.uids, map(self._grad_of, self.params), strict=True):
-            if g is not None and not g.is_sparse:  # S(step) has it: should it go before the next commit, that is told
-                self._carry_kinds[uid], self._carry_versions[uid] = "given", g._version
+        self.carry.begin()
         self._handles = [
             optimizer.register_step_pre_hook(self._pre),
             optimizer.register_step_post_hook(self._post),
@@ -271,6 +161,7 @@ class Tap:
         self._hyper_is_fixed = False
         """None of them can be changed in place."""
         self.recorded_hyper: list[dict[str, Any]] = tree.freeze(self.hyper(), path=self.name)
+        self.carry.install(self.params, self.uids, self._grad_of)
         if self._early is not None:
             self._early.install([] if self.overwrite else self.params, [] if self.overwrite else self.uids)
 
@@ -286,7 +177,6 @@ class Tap:
         self._read_groups()
         self._held, self._clean, self._usual = None, 0, False
         self._trials_left = max(self._trials_left, 1)
-        self._at_commit, self._carry_seen, self._carries, self._left_at_commit = [], 0, True, False
 
     def hyper(self) -> list[dict[str, Any]]:
         return [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
@@ -396,7 +286,7 @@ class Tap:
         What is touched here for the first time in a step costs more than what is done with it: see decision 0008.
         """
         held = self._held
-        if held is None or not held.was_released or self._at_commit or self.results_due or not self._is_last():
+        if held is None or not held.was_released or self.carry.is_learning or self.results_due or not self._is_last():
             return False
         # Parameters that were exchanged within a group's list are found at the commit, which then stores the new ones.
         if not self._hyper_is_same() or [len(g["params"]) for g in self.optimizer.param_groups] != self.group_sizes:
@@ -406,7 +296,7 @@ class Tap:
             return False
         grads = list(map(_grad, self.params))
         try:
-            self._versions = list(map(_version, grads))
+            self._versions = list(map(version_of, grads))
         except AttributeError:  # some have none
             return False
         if self._early is not None:
@@ -438,7 +328,7 @@ class Tap:
             self._copies = self._copy(self._grads)
         else:
             self._steady = self._trial is None and self._is_last() and self._never_shared
-        self._versions = _versions_of(self._grads)
+        self._versions = versions_of(self._grads)
         if self._steady and not has_closure:
             self._hand_over_steady()
             self._usual = self._deviations < MAX_DEVIATIONS and not self._is_sharded
@@ -447,7 +337,7 @@ class Tap:
         return self._writes_grads or self._clean < LEARNING_UPDATES
 
     def _copy(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        copies = [None if g is None else _clone(g) for g in grads]
+        copies = [None if g is None else clone(g) for g in grads]
         self.copied_bytes += sum(g.numel() * g.element_size() for g in copies if g is not None and not g.is_sparse)
         return copies
 
@@ -489,7 +379,7 @@ class Tap:
         assert self._grads is not None
         seal = Seal()
         versions = None if -1 in self._versions else self._versions
-        self._held = _Held(self.params, self._grads, seal, versions, grad_of=self._grad_of, lock=self._lock)
+        self._held = Held(self.params, self._grads, seal, versions, grad_of=self._grad_of, lock=self._lock)
         self._held.update = update = self._pending(self._grads, seal)
         self._recorder.put(update)
 
@@ -513,13 +403,13 @@ class Tap:
             return
         now: list[torch.Tensor | None] = list(map(self._grad_of, self.params))
         if self._take_after:
-            self._grads, self._versions = now, _versions_of(now)
+            self._grads, self._versions = now, versions_of(now)
             if self._must_copy():
                 self._copies = self._copy(now)
         deviation = self._compare(now)
         if self._copies is not None:
             update = self._pending(self._copies, None, self._scale)
-            self._held = _Held(self.params, self._grads, None, grad_of=self._grad_of, lock=self._lock)
+            self._held = Held(self.params, self._grads, None, grad_of=self._grad_of, lock=self._lock)
             if self._deviations < MAX_DEVIATIONS:
                 self._held.copies = [c for c in self._copies if c is not None]
         elif deviation:
@@ -528,11 +418,11 @@ class Tap:
             return
         else:
             seal = Seal()
-            grads, shared = _unshared(self._grads)
+            grads, shared = unshared(self._grads)
             self._never_shared = not shared
             update = self._pending(grads, seal)
             kept = [None if s else g for g, s in zip(self._grads, shared, strict=True)] if shared else grads
-            self._held = _Held(self.params, kept, seal, grad_of=self._grad_of, lock=self._lock)
+            self._held = Held(self.params, kept, seal, grad_of=self._grad_of, lock=self._lock)
         if self._trial is not None:
             self._try(update)
             if self.overwrite:
@@ -545,7 +435,7 @@ class Tap:
         assert self._grads is not None
         if self._take_after:
             return ""
-        written = _versions_of(self._grads) != self._versions
+        written = versions_of(self._grads) != self._versions
         if not all(map(is_, self._grads, now)):
             replaced = [i for i, (a, b) in enumerate(zip(self._grads, now, strict=True)) if a is not b]
             # Somebody's hook ran after ours. What they put there is what was consumed, if the step left it alone; the
@@ -553,7 +443,7 @@ class Tap:
             if self._copies is not None:
                 for i in replaced:
                     g = now[i]
-                    self._copies[i] = None if g is None else _clone(g)
+                    self._copies[i] = None if g is None else clone(g)
             return "a gradient was replaced by a hook that ran after Everstep's"
         if not self._writes_grads and self._copies is not None and not written and self._clean < LEARNING_UPDATES:
             # A step that writes into gradients without moving their version counters.
@@ -618,7 +508,7 @@ class Tap:
             return
         held.suspect = held.suspect or (not held.attached() and held.shared())
         if force:
-            self._note_late_carry(held)
+            self.carry.late(held)
             self._wait_until_read(held.seal)
         if held.seal.read.is_set() and not held.open(self.result_items):
             self._never_shared = self._usual = False
@@ -630,37 +520,13 @@ class Tap:
         seal.read.wait()
         self._recorder.stall_s += time.perf_counter() - begun
 
-    def _note_late_carry(self, held: _Held) -> None:
-        """The next update comes and the gradients are still on their parameters: they belong to the last commit's state."""
-        if self._left_at_commit and held.seal is not None and held.attached():
-            left = [
-                uid
-                for uid, p, g in zip(self._uids_of(held), held.params, held.grads, strict=True)
-                if self._grad_of(p) is g and g is not None and not g.is_sparse
-            ]
-            # If they have been added to by now, what they were at the commit is no longer known.
-            held.seal.also = [PendingCarry("consumed" if held.untouched() else "lost", left)]
-            self._carry_kinds = dict.fromkeys(left, "consumed")
-            self._carries = True
-        self._left_at_commit = False
-
-    def _uids_of(self, held: _Held) -> list[int]:
-        uid_of = {id(p): u for p, u in zip(self.params, self.uids, strict=True)}
-        return [uid_of[id(p)] for p in held.params]
-
     def _learn(self) -> None:
         """At this optimizer's next update: were the last gradients let go untouched?"""
         held, self._held = self._held, None
         if held is not None and held.grads:
             held.update = None
             self._recorder.dispose(held.grads)
-        if self._at_commit:
-            same = any(
-                g is not None and self._grad_of(p) is g for p, g in zip(self.params, self._at_commit, strict=True)
-            )
-            self._carries = same
-            self._carry_seen += 1
-            self._at_commit = []
+        self.carry.learn()
         if held is None:
             return
         if held.was_released or (held.released() and held.still_equal()):
@@ -721,46 +587,15 @@ class Tap:
 
     def carried(self) -> list[Item]:
         """At a commit: gradients that stay on the parameters and that the next backward may add to."""
-        held = self._held
-        self._left_at_commit = False
-        if not self._carries and self._carry_seen >= 2 and self._leaves_alone(held):
-            if self._carry_kinds:
-                gone = PendingCarry("none", list(self._carry_kinds))
-                self._carry_kinds, self._carry_versions = {}, {}
-                return [gone]
-            return []
-        held = self._held
-        consumed = {} if held is None else {id(g): v for g, v in zip(held.grads, held.versions, strict=True)}
-        self._at_commit = list(map(self._grad_of, self.params))
-        kinds: dict[int, str] = {}
-        items: list[Item] = []
-        for uid, g in zip(self.uids, self._at_commit, strict=True):
-            if g is None or g.is_sparse:
-                continue
-            if consumed.get(id(g)) == g._version and not self._writes_grads:
-                kinds[uid] = "consumed"
-            elif not bool(torch.count_nonzero(view_as_bits(g))):
-                kinds[uid] = "zero"
-            else:
-                kinds[uid] = "given"
-                items.append(PendingGrad(uid, g.detach().clone()))
-        gone_uids = [u for u in self._carry_kinds if u not in kinds]
-        for kind in ("consumed", "zero"):
-            uids = [u for u, k in kinds.items() if k == kind]
-            if uids:
-                items.append(PendingCarry(kind, uids))
-        if gone_uids:
-            items.append(PendingCarry("none", gone_uids))
-        self._carry_kinds = kinds
-        self._carry_versions = {
-            u: g._version for u, g in zip(self.uids, self._at_commit, strict=True) if u in kinds and g is not None
-        }
-        return items
+        self.carry.left = False
+        if self.carry.is_rare and self._leaves_alone(self._held):
+            return self.carry.gone()
+        return self.carry.look(self._held, steps_write=self._writes_grads)
 
-    def _leaves_alone(self, held: _Held | None) -> bool:
+    def _leaves_alone(self, held: Held | None) -> bool:
         """Whether the usual can be assumed: gradients that are still there now will be dropped, not added to.
 
-        Should they be added to after all, the next update notices it and says so in this frame (_note_late_carry).
+        Should they be added to after all, the next update notices it and says so in this frame (Carry.late).
         """
         if held is None or held.seal is None:
             return False
@@ -768,33 +603,15 @@ class Tap:
             return self.updates != self._told_updates and not self._has_gradients()
         # Whoever writes into one of them in place mostly writes into all: two are looked at here, all at the next update.
         ends = (0, -1)
-        self._left_at_commit = all(held.grads[i]._version == held.versions[i] for i in ends)
-        if not self._left_at_commit:
+        self.carry.left = all(held.grads[i]._version == held.versions[i] for i in ends)
+        if not self.carry.left:
             self.settle(force=True)
-        return self._left_at_commit
+        return self.carry.left
 
     def _has_gradients(self) -> bool:
         """Whether there are gradients after those of the update are gone; of many parameters the first and the last tell."""
         params = self.params if len(self.params) <= LOOK_AT_ONCE else (self.params[0], self.params[-1])
         return any(p.grad is not None for p in params)
-
-    def carry_is_intact(self) -> bool:
-        """Whether the gradients that carried() told of are still there, as they were."""
-        return all(
-            by is not None and by._version == version
-            for (uid, version) in self._carry_versions.items()
-            for by in (self._grad_of(dict(zip(self.uids, self.params, strict=True))[uid]),)
-        )
-
-    def carried_now(self) -> list[tuple[int, str, torch.Tensor]]:
-        """(uid, kind, gradient) as told by the last carried()."""
-        by_uid = dict(zip(self.uids, self.params, strict=True))
-        found = []
-        for uid, kind in self._carry_kinds.items():
-            grad = self._grad_of(by_uid[uid]) if uid in by_uid else None
-            if grad is not None:
-                found.append((uid, kind, grad))
-        return found
 
     def has_nothing_to_tell(self) -> bool:
         """At a commit: whether the update was taken as usual, its gradients are gone, and the groups are as they were."""
@@ -802,8 +619,9 @@ class Tap:
         return (
             self._usual
             and self._depth == 0
-            and not (self.results_due or self._carries or self._carry_kinds or self._left_at_commit)
-            and self._carry_seen >= 2
+            and not self.results_due
+            and self.carry.is_rare
+            and self.carry.has_told_of_none
             and held is not None
             and held.seal is not None
             and held.seal.dropped.is_set()
@@ -846,50 +664,6 @@ def is_broken_in_torch(optimizer: Optimizer) -> bool:
         group.get("fused") and any(p.dtype in (torch.bfloat16, torch.float16) for p in group["params"])
         for group in optimizer.param_groups
     )
-
-
-def _versions_of(grads: Sequence[torch.Tensor | None]) -> list[int]:
-    try:
-        return list(map(_version, grads))
-    except AttributeError:  # some have none
-        return [-1 if g is None else g._version for g in grads]
-
-
-def _clone(g: torch.Tensor) -> torch.Tensor:
-    return g.detach().clone()
-
-
-def _sharing(grads: Sequence[torch.Tensor | None]) -> list[bool]:
-    """For each gradient whether anything but these gradients has a hold on its memory."""
-    try:
-        # The count includes the wrapper that untyped_storage() makes: 2 is a tensor alone with its memory.
-        if max([_use_count(g.untyped_storage()._cdata) for g in grads if g is not None], default=0) <= 2:
-            return []
-    except NotImplementedError:  # sparse tensors have no storage
-        pass
-    owners: dict[int, int] = {}
-    for g in grads:
-        if g is not None and not g.is_sparse:
-            cdata = g.untyped_storage()._cdata
-            owners[cdata] = owners.get(cdata, 0) + 1
-    found = []
-    for g in grads:
-        if g is None:
-            found.append(False)
-        elif g.is_sparse or g._base is not None:
-            found.append(True)
-        else:
-            storage = g.untyped_storage()
-            found.append(_use_count(storage._cdata) - 1 > owners[storage._cdata])
-    return found
-
-
-def _unshared(grads: list[torch.Tensor | None]) -> tuple[list[torch.Tensor | None], list[bool]]:
-    """Gradients to hold: those whose memory others can write to are copied now. And which those are; empty: none."""
-    shared = _sharing(grads)
-    if not any(shared):
-        return grads, []
-    return [_clone(g) if s and g is not None else g for g, s in zip(grads, shared, strict=True)], shared
 
 
 def _unscaling_is_exact(scale: torch.Tensor, grads: Sequence[torch.Tensor | None]) -> bool:
