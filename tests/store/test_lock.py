@@ -208,6 +208,19 @@ def test_a_run_that_is_closed_is_free(others: Any, tmp_path: Path) -> None:
         assert run.resume() == 3
 
 
+def test_a_run_that_is_closed_is_free_although_a_child_was_being_forked_just_then(tmp_path: Path) -> None:
+    """It has the descriptors of its parent until its first own instruction: here a copy stands for them."""
+    model, optimizer = build()
+    run = everstep.attach(model, optimizer, tmp_path / "run", quiet=True, follower=False)
+    run.resume()
+    childs = os.dup(run._opened.lock._fd)
+    run.close()
+    try:
+        everstep.attach(model, optimizer, tmp_path / "run", quiet=True, follower=False).close()
+    finally:
+        os.close(childs)
+
+
 def test_a_second_attach_in_the_same_process_is_refused(tmp_path: Path) -> None:
     model, optimizer = build()
     with everstep.attach(model, optimizer, tmp_path / "run", quiet=True) as run:

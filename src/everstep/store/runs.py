@@ -307,12 +307,16 @@ def _drop_in_child() -> None:
 os.register_at_fork(after_in_child=_drop_in_child)
 
 
-def _lock(fd: int) -> None:
-    """OSError if another process holds it. The lock belongs to this open file: closing others does not give it away."""
+def _lock(fd: int, *, take: bool = True) -> None:
+    """OSError if another process holds it. The lock belongs to this open file: closing others does not give it away.
+
+    Not `take`: it is nobody's any more, whatever descriptors of this open file a child has that was forked just now.
+    """
     if hasattr(fcntl, "F_OFD_SETLK"):
-        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+        kind = fcntl.F_WRLCK if take else fcntl.F_UNLCK
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", kind, os.SEEK_SET, 0, 0, 0))
     else:  # not Linux
-        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB if take else fcntl.LOCK_UN)
 
 
 class WriterLock:
@@ -372,6 +376,7 @@ class WriterLock:
                 else:
                     self._write(self._before)
             _held.pop(self._key, None)
+            _lock(self._fd, take=False)
             os.close(self._fd)
         self._fd = -1
 
