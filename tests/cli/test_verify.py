@@ -2,10 +2,14 @@
 
 import glob
 import json
+import shutil
 
 import pytest
+import torch
+from torch import nn
 from typer.testing import CliRunner
 
+import everstep
 from everstep.cli.main import app
 
 runner = CliRunner()
@@ -49,6 +53,24 @@ def test_json_lists_problems(run_with_a_fork):
     done = runner.invoke(app, ["verify", run_with_a_fork, "--json"])
     assert done.exit_code == 1
     assert json.loads(done.stdout)["ok"] is False and json.loads(done.stdout)["problems"]
+
+
+def test_two_runs_are_compared_bit_by_bit(run_with_a_fork, tmp_path):
+    other = shutil.copytree(run_with_a_fork, tmp_path / "other")
+    equal = runner.invoke(app, ["verify", run_with_a_fork, "--against", str(other)])
+    assert equal.exit_code == 0 and "equal in every bit" in equal.stdout
+    model = nn.Linear(4, 4)
+    with everstep.attach(model, torch.optim.AdamW(model.parameters()), other, quiet=True, follower=False) as run:
+        run.resume()
+        with torch.no_grad():
+            model.bias[0].copy_(torch.nextafter(model.bias[0], torch.tensor(1.0)))
+        run.commit()
+    others = runner.invoke(app, ["verify", run_with_a_fork, "--against", str(other), "--json"])
+    found = json.loads(others.stdout)
+    assert others.exit_code == 1 and found["ok"] is False and (found["step"], found["other_step"]) == (7, 8)
+    assert len(found["differences"]) == 1 and "bias" in found["differences"][0]
+    before = runner.invoke(app, ["verify", run_with_a_fork, "--against", str(other), "--step", "7"])
+    assert before.exit_code == 0, before.output
 
 
 def test_progress_goes_to_stderr(run_with_a_fork):

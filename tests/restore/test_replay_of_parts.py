@@ -77,10 +77,12 @@ class ByNorm(torch.optim.Optimizer):
             p.sub_(state["exp_avg"], alpha=self.param_groups[0]["lr"])
 
 
-def record(folder: Path, build: Callable[[Any], torch.optim.Optimizer]) -> tuple[Path, dict[str, Any]]:
+def record(
+    folder: Path, build: Callable[[Any], torch.optim.Optimizer], rows: int = ROWS
+) -> tuple[Path, dict[str, Any]]:
     """A run as a kill would leave it, and the weight and its moments at that time."""
     torch.manual_seed(0)
-    model = nn.Linear(COLUMNS, ROWS)
+    model = nn.Linear(COLUMNS, rows)
     optimizer = build(model.parameters())
     for steps in (1, STEPS - 1):
         with everstep.attach(model, optimizer, folder / "run", quiet=True, follower=False) as run:
@@ -129,6 +131,12 @@ def check(path: Path, state: dict[str, Any], cuts: list[int]) -> None:
 @pytest.mark.parametrize("cuts", [[0, 50, ROWS], [0, 1, 2, 99, ROWS], [0, 34, 68, ROWS]])
 def test_parts_of_a_replayed_parameter_have_every_bit(recorded: tuple[Path, dict[str, Any]], cuts: list[int]) -> None:
     check(*recorded, cuts)
+
+
+def test_parts_of_a_parameter_of_several_pieces_have_every_bit_whoever_replays_which(tmp_path: Path) -> None:
+    rows = int(2.5 * PIECE_ELEMENTS) // COLUMNS
+    recorded = record(tmp_path, lambda params: torch.optim.AdamW(params, 0.01, fused=True), rows)
+    check(*recorded, [0, rows // 3, rows // 2, rows])
 
 
 def test_what_cannot_be_replayed_in_parts_is_replayed_whole_from_all_of_its_values(tmp_path: Path) -> None:

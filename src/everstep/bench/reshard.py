@@ -5,7 +5,8 @@ checkpoint of DCP of the same state. Then both are loaded into live objects, by 
 others; each number of ranks has real processes (gloo) of its own, which wait while others are measured. The others have a
 run and a checkpoint of their own, too: loading these tells what so many processes take on this machine where nothing is cut,
 so what another layout costs is the time of loading the source's over that (`ratio_to_own`). The time of a load is that of
-the slowest rank, from a barrier on. Before every turn the files are dropped from the page cache.
+the slowest rank, from a barrier on; beside it stands the CPU time of all ranks together, the system's included, which others
+on the machine change less. Before every turn the files are dropped from the page cache.
 """
 
 from __future__ import annotations
@@ -86,15 +87,18 @@ def _measure(
         if any(found != sums[by] for found in worlds[n].do("checksum")):
             raise AssertionError(f"{way} on {n} ranks: the state is not the one that {by} ranks had")
     seconds: dict[tuple[str, int, int], list[float]] = {turn: [] for turn in turns}
+    cpu: dict[tuple[str, int, int], list[float]] = {turn: [] for turn in turns}
     lot = random.Random(settings.seed)
     for repetition in range(settings.num_repetitions):
         progress("repetitions", repetition, settings.num_repetitions)
         lot.shuffle(turns)
         for way, n, by in turns:
             drop_from_cache(files)
-            seconds[way, n, by].append(max(worlds[n].do("load", way=way, by=by)))
+            taken = worlds[n].do("load", way=way, by=by)
+            seconds[way, n, by].append(max(each for each, _ in taken))
+            cpu[way, n, by].append(sum(each for _, each in taken))
     progress("repetitions", settings.num_repetitions, settings.num_repetitions)
-    median = {turn: statistics.median(s) for turn, s in seconds.items()}
+    median, cpu_median = ({turn: statistics.median(s) for turn, s in each.items()} for each in (seconds, cpu))
     loads = {way: {n: median[way, n, source] for n in worlds} for way in ways}
     own = {way: {n: median[way, n, n] for n in worlds} for way in ways}
     ours = loads["everstep"]
@@ -102,9 +106,17 @@ def _measure(
         "workload": asdict(settings.workload), "source_ranks": source, "num_frames": settings.num_frames,
         "num_bytes": sum(plan.num_bytes for plan in plans[source]), "num_repetitions": settings.num_repetitions,
         "median_s": loads, "own_median_s": own,
-        "seconds": [{"way": way, "ranks": n, "written_by": by, "seconds": s} for (way, n, by), s in seconds.items()],
+        "seconds": [
+            {"way": way, "ranks": n, "written_by": by, "seconds": s, "cpu_s": cpu[way, n, by]}
+            for (way, n, by), s in seconds.items()
+        ],
+        "cpu_median_s": {way: {n: cpu_median[way, n, source] for n in worlds} for way in ways},
+        "own_cpu_median_s": {way: {n: cpu_median[way, n, n] for n in worlds} for way in ways},
         "ratio": {n: ours[n] / ours[source] for n in others},
         "ratio_to_own": {way: {n: loads[way][n] / own[way][n] for n in others} for way in ways},
+        "cpu_ratio_to_own": {
+            way: {n: cpu_median[way, n, source] / cpu_median[way, n, n] for n in others} for way in ways
+        },
         "ratio_to_dcp": {n: ours[n] / loads["dcp"][n] for n in worlds} if settings.peers else {},
     }  # fmt: skip
 
@@ -245,13 +257,13 @@ class _Rank:
         model, optimizer = get_state_dict(self._model, self._optimizer)
         return {"model": model, "optimizer": optimizer}
 
-    def load(self, way: str, by: int) -> float:
-        """How long it takes to load what so many ranks wrote."""
+    def load(self, way: str, by: int) -> tuple[float, float]:
+        """How long it takes to load what so many ranks wrote: the clock's time, and this process's CPU time."""
         from torch.distributed.checkpoint import load  # type: ignore[attr-defined]
         from torch.distributed.checkpoint.state_dict import set_state_dict
 
         dist.barrier()
-        begun = time.perf_counter()
+        begun, cpu_begun = time.perf_counter(), time.process_time()
         if way == "everstep":
             History(_run(self._top, by)).restore(self._model, self._optimizer)
         else:
@@ -260,7 +272,7 @@ class _Rank:
             set_state_dict(
                 self._model, self._optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
             )
-        return time.perf_counter() - begun
+        return time.perf_counter() - begun, time.process_time() - cpu_begun
 
     def checksum(self) -> list[int]:
         """Of the bits of all parameters, and of all optimizer state, over all ranks: equal under any layout."""

@@ -359,12 +359,14 @@ def _show_reshard(found: Found) -> Shown:
     for n, seconds in found["median_s"]["everstep"].items():
         dcp = found["median_s"].get("dcp", {}).get(n)
         ratios = [found["ratio_to_own"].get(way, {}).get(n) for way in ("everstep", "dcp")]
-        mine, theirs = ("" if r is None else f"{r:.2f}" for r in ratios)
+        ratios.append(found["cpu_ratio_to_own"]["everstep"].get(n))
+        mine, theirs, cpu = ("" if r is None else f"{r:.2f}" for r in ratios)
         rows.append(
             (f"{found['source_ranks']} -> {n}", f"{seconds:.3f} s", f"{found['own_median_s']['everstep'][n]:.3f} s", mine,
-             "" if dcp is None else f"{dcp:.3f} s", theirs)
+             cpu, "" if dcp is None else f"{dcp:.3f} s", theirs)
         )  # fmt: skip
-    yield Table(("ranks", "everstep", "what they wrote themselves", "times that", "dcp", "times its own"), rows)
+    head = ("ranks", "everstep", "what they wrote themselves", "times that", "CPU time: times that", "dcp", "times its own")
+    yield Table(head, rows)
 
 
 def _show_recover(found: Found) -> Shown:
