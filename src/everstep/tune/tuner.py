@@ -51,6 +51,7 @@ class Tuner:
         """`modes` that may be changed to; `bases` that are to be kept; `max_batch` 1: the number of steps a sync is not its
         business."""
         self.setting = setting
+        """In force."""
         self._limits, self._modes, self._bases, self._max_batch = limits, modes, bases, max_batch
 
     def at_base(self, step: int, averages: Averages, measured: Measured) -> Verdict | None:
