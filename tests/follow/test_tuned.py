@@ -224,6 +224,24 @@ def test_a_shadow_is_tuned_and_writes_bases_as_often_as_its_tuner_says(tmp_path,
         train(run, model, optimizer, 1)
 
 
+def test_a_shadow_that_has_outlived_its_trainer_goes_by_the_interval_of_the_next(tmp_path, memory):
+    model, optimizer = build()
+    run = everstep.attach(model, optimizer, tmp_path / "run", quiet=True, mode="shadow", base_interval=1000)
+    run.resume()
+    train(run, model, optimizer, 3)
+    end = time.monotonic() + 80
+    while run.stats()["folded_step"] < 3 and time.monotonic() < end:
+        time.sleep(0.02)
+    crash(run)
+    model, optimizer = build()
+    with everstep.attach(model, optimizer, tmp_path / "run", quiet=True, mode="shadow", base_interval=5) as run:
+        begun = run.resume()
+        train(run, model, optimizer, 12)  # fewer than the trainer would take one itself after
+        while run.stats()["base_step"] < begun + 5 and time.monotonic() < end:
+            time.sleep(0.02)
+        assert begun + 5 <= run.stats()["base_step"] <= begun + 12 and run.stats()["shadows"] == 0
+
+
 def test_a_run_whose_bases_are_not_measured_says_so(tmp_path, memory):
     """Its optimizer is this test's own: no follower can build it."""
 
@@ -286,7 +304,13 @@ def test_options_that_make_no_sense_are_refused(tmp_path, options):
 def test_a_slow_disk_and_kills_lead_where_the_model_says(tmp_path):
     """A sync takes longer than a step: after a few bases there are several steps a sync, and training waits less for them. A
     trainer that is killed goes on with what it had learned, and counts the kill."""
-    first = trained_until(tmp_path / "run", lambda line: line["setting"]["batch_steps"] >= 4)
+    path = RunPath(tmp_path / "run")
+
+    def is_decided(line):  # and stored: a kill just before that would undo it
+        decisions = path.read_tuning().decisions
+        return bool(decisions) and decisions[-1]["setting"]["batch_steps"] >= 4
+
+    first = trained_until(tmp_path / "run", is_decided)
     second = trained_until(tmp_path / "run", lambda line: line["step"] > first[-1]["step"] + 20)
     third = trained_until(tmp_path / "run", lambda line: True)
     assert first[0]["setting"]["batch_steps"] == 1

@@ -52,7 +52,9 @@ HANDSHAKE_SAMPLES: list[Message] = [
 PLAIN_SAMPLES: list[Message] = [
     Frame(101, SEGMENT, 4096, 8192, TOP, -1),
     Resume(8, 2, 100),
+    Resume(8, 2, 100, TOP),
     Ack(-1, 0, 1, 2, TOP),
+    Ack(5, 4, 3, 2, 1, True, 1000, 0.5, 7, 1.5, 0.25),
     Resend(SEGMENT, 4096, "a record's checksum is wrong"),
     Mismatch(5, "model.weight"),
     Trouble(""),
