@@ -205,7 +205,7 @@ def test_without_codecs_frames_are_raw_but_for_a_few_and_every_step_comes_back(t
     is_small = [size < NUMEL for size in sizes]
     assert is_small == [True, True, False, False, False] * 2 + [True, True]
     assert spent.tried_frames == 7 and spent.saved_bytes == 7 * (4 * NUMEL) - (spent.put_bytes - 6 * 4 * NUMEL)
-    assert spent.put_s > 0 and spent.choose_s > 0
+    assert spent.put_s > 0 and spent.choose_s >= spent.choose_cpu_s > 0
     history = everstep.open(tmp_path / "run")
     for step, state in enumerate(states, 1):
         assert torch.equal(bits(history.state(step)["model"]["weight"]), bits(state))

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import everstep
+from everstep.codec import MIN_BYTES, Chooser
 from everstep.errors import UsageError
 from everstep.follow import tuned
 from everstep.follow.tuned import Ground, Tuned, choose_mode
@@ -319,6 +320,43 @@ def test_a_slow_disk_and_kills_lead_where_the_model_says(tmp_path):
     untuned = [line["waited_s"] for line in first if line["setting"]["batch_steps"] == 1]
     tuned = [line["waited_s"] for line in second + third]
     assert sum(tuned) / len(tuned) < sum(untuned) / len(untuned)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_codecs_that_take_longer_than_a_step_are_given_up_and_the_run_goes_on_bit_for_bit(tmp_path, monkeypatch):
+    quick = Chooser.encode
+
+    def slow(self, key, raw, itemsize, is_float32):
+        if self._tries and len(raw) >= MIN_BYTES:
+            time.sleep(0.2)
+        return quick(self, key, raw, itemsize, is_float32)
+
+    def build_large():
+        torch.manual_seed(0)
+        model = nn.Linear(8, 20_000)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    monkeypatch.setattr(Chooser, "encode", slow)
+    model, optimizer = build_large()
+    run = everstep.attach(model, optimizer, tmp_path / "run", quiet=True, base_interval=10, tune=True, mtbf_s=1e6)
+    run.resume()
+    end = time.monotonic() + 200
+    while run.stats()["tuner"]["setting"]["codec"] != RAW and time.monotonic() < end:
+        train(run, model, optimizer, 1)
+        time.sleep(0.01)
+    told = run.stats()["tuner"]
+    assert told["setting"]["codec"] == RAW and not run._capture.offload._encoder.lossless, told
+    [change] = [d for d in told["decisions"] if d["changed"] and d["setting"]["codec"] == RAW][:1]
+    assert "frames as they are: lossless codecs would save only" in change["reason"]
+    train(run, model, optimizer, 5)
+    run.flush()
+    step, state = run.step, model.state_dict()
+    crash(run)
+    model, optimizer = build_large()
+    with everstep.attach(model, optimizer, tmp_path / "run", quiet=True, base_interval=10, tune=True, mtbf_s=1e6) as run:
+        assert run.resume() == step and not run._capture.offload._encoder.lossless
+        assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
 
 
 def trained_until(path, enough):

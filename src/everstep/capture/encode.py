@@ -202,16 +202,17 @@ class Encoder:
 
     def _write(self, uid: int, raw: Bytes, dtype: torch.dtype, start: int) -> Piece:
         spent = self.spent if len(raw) >= MIN_BYTES else None
-        begun = 0.0 if spent is None else time.thread_time()
+        begun = (0.0, 0.0) if spent is None else (time.perf_counter(), time.thread_time())
         codec_id, version, payload = self._chooser.encode(uid + start, raw, dtype.itemsize, dtype is torch.float32)
         if spent is None:
             ordinal = self._record(uid, dtype, start, len(raw), codec_id, version, [payload])
             return Piece(ordinal, codec_id, version, payload)
-        chosen, at = time.thread_time(), time.perf_counter()
+        chosen = time.perf_counter(), time.thread_time()
         ordinal = self._record(uid, dtype, start, len(raw), codec_id, version, [payload])
-        spent.put_s += time.perf_counter() - at
-        spent.put_cpu_s += time.thread_time() - chosen
-        spent.choose_s += chosen - begun
+        spent.put_s += time.perf_counter() - chosen[0]
+        spent.put_cpu_s += time.thread_time() - chosen[1]
+        spent.choose_s += chosen[0] - begun[0]
+        spent.choose_cpu_s += chosen[1] - begun[1]
         spent.put_bytes += len(payload)
         spent.saved_bytes += len(raw) - len(payload)
         return Piece(ordinal, codec_id, version, payload)

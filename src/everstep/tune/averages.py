@@ -29,7 +29,9 @@ class Spent:
     tried_frames: int = 0
     """In which lossless codecs were tried."""
     choose_s: float = 0.0
-    """Processor time of trying them."""
+    """In choosing and encoding …"""
+    choose_cpu_s: float = 0.0
+    """… of which this was processor time."""
     saved_bytes: int = 0
     """By them."""
     put_bytes: int = 0
@@ -116,9 +118,10 @@ class Averages:
         self.add("frame_bytes", (ended.log_bytes - begun.log_bytes) / steps)
         self.add("raw_bytes", (ended.log_bytes - begun.log_bytes + spent.saved_bytes) / steps)
         self.add("other_s", max(write_s - (spent.choose_s + spent.put_s) / steps, 0.0))
-        self.add("other_cpu_s", max(background_s - (spent.choose_s + spent.put_cpu_s) / steps, 0.0))
+        self.add("other_cpu_s", max(background_s - (spent.choose_cpu_s + spent.put_cpu_s) / steps, 0.0))
         if spent.tried_frames:
             self.add("choose_s", spent.choose_s / spent.tried_frames)
+            self.add("choose_cpu_s", spent.choose_cpu_s / spent.tried_frames)
             self.add("saved_bytes", spent.saved_bytes / spent.tried_frames)
         if spent.put_bytes:
             self.add("memory_byte_s" if in_memory else "byte_s", spent.put_s / spent.put_bytes)
@@ -218,11 +221,11 @@ class Averages:
         replaying_s = {name: max(folding_s, READ_SHARE * byte_s * size, 1e-9) for name, size in sizes.items()}
         return tuple(
             Codec(
-                name=name, frame_bytes=size, encode_s=other_s + choose_s,
-                background_s=choose_s + self.get("byte_cpu_s") * size, sync=max(size, 1.0) / now_bytes,
-                replay=replaying_s[name] / replaying_s[in_force],
+                name=name, frame_bytes=size, encode_s=other_s + chooses * self.get("choose_s"),
+                background_s=chooses * self.get("choose_cpu_s") + self.get("byte_cpu_s") * size,
+                sync=max(size, 1.0) / now_bytes, replay=replaying_s[name] / replaying_s[in_force],
             )
-            for name, size, choose_s in ((AUTO, sizes[AUTO], self.get("choose_s")), (RAW, sizes[RAW], 0.0))
+            for name, size, chooses in ((AUTO, sizes[AUTO], 1), (RAW, sizes[RAW], 0))
         ), 1 / byte_s  # fmt: skip
 
 
