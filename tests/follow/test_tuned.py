@@ -329,7 +329,7 @@ def test_codecs_that_take_longer_than_a_step_are_given_up_and_the_run_goes_on_bi
 
     def slow(self, key, raw, itemsize, is_float32):
         if self._tries and len(raw) >= MIN_BYTES:
-            time.sleep(0.2)
+            time.sleep(0.1)
         return quick(self, key, raw, itemsize, is_float32)
 
     def build_large():

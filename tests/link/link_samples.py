@@ -52,9 +52,7 @@ HANDSHAKE_SAMPLES: list[Message] = [
 PLAIN_SAMPLES: list[Message] = [
     Frame(101, SEGMENT, 4096, 8192, TOP, -1),
     Resume(8, 2, 100),
-    Resume(8, 2, 100, TOP),
     Ack(-1, 0, 1, 2, TOP),
-    Ack(5, 4, 3, 2, 1, True, 1000, 0.5, 7, 1.5, 0.25),
     Resend(SEGMENT, 4096, "a record's checksum is wrong"),
     Mismatch(5, "model.weight"),
     Trouble(""),
@@ -144,6 +142,8 @@ messages = st.one_of(
     st.sampled_from(OPEN_SAMPLES),
     st.builds(Frame, steps, names, counts, counts, counts, steps),
     st.builds(Ack, steps, steps, steps, steps, steps),
+    st.builds(Ack, steps, steps, steps, steps, steps, st.booleans(), counts, counts, counts, counts, counts),
+    st.builds(Resume, counts, counts, steps, counts),
     st.builds(Trouble, texts),
     st.builds(StatusReply, st.integers(0, 20_000).map(lambda n: "x" * n)),
     st.builds(Bytes, names, counts),

@@ -18,7 +18,7 @@ from everstep.tune.averages import (
 )
 from everstep.tune.choice import choose, excess_of
 from everstep.tune.model import AUTO, RAW, Limits, Measured, Setting, cost_of
-from everstep.tune.tuner import LARGEST_CHANGE, Tuner, keeps_better
+from everstep.tune.tuner import LARGEST_CHANGE, Tuner, is_worth, keeps_better
 
 
 class Training:
@@ -173,6 +173,12 @@ def test_a_gain_that_is_not_worth_it_changes_nothing():
     tuner = Tuner(setting, Limits())
     verdict = tuner.at_base(training.now.step, training.averages, training.measured())
     assert not verdict.changed and tuner.setting == setting and "would save only" in verdict.decision.reason
+
+
+def test_where_nearly_all_is_wasted_twice_as_much_that_lasts_is_worth_a_change():
+    assert is_worth(0.06, 0.03) and not is_worth(0.032, 0.03)
+    assert is_worth(0.976, 0.97) and not is_worth(0.972, 0.97)
+    assert not is_worth(0.99995, 0.9999)
 
 
 def test_a_limit_that_is_not_kept_changes_the_setting_at_once():

@@ -164,8 +164,8 @@ class LocalShadow(Conversation):
             before = NOTHING  # another process
         self._base_folded = now
         made = BaseMade(
-            num_bytes=now.base_bytes, write_s=now.base_s, num_folded=now.num_folded - before.num_folded,
-            fold_s=max(now.fold_s - before.fold_s, 0.0), fold_cpu_s=max(now.fold_cpu_s - before.fold_cpu_s, 0.0),
+            num_bytes=now.base_bytes, write_s=now.base_us / 1e6, num_folded=now.num_folded - before.num_folded,
+            fold_s=(now.fold_us - before.fold_us) / 1e6, fold_cpu_s=(now.fold_cpu_us - before.fold_cpu_us) / 1e6,
             num_cores=os.cpu_count() or 1,
         )  # fmt: skip
         self.trainer.heard_base(step, made if self._wrote else None)

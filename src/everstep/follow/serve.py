@@ -289,8 +289,8 @@ class Server:
         if kind in ("progress", "received"):
             p: Progress = value
             message = Ack(
-                p.received, p.folded, p.base, p.durable, p.proven, p.writing, p.base_bytes, p.base_s, p.num_folded, p.fold_s,
-                p.fold_cpu_s,
+                p.received, p.folded, p.base, p.durable, p.proven, p.writing, p.base_bytes, int(p.base_s * 1e6),
+                p.num_folded, int(p.fold_s * 1e6), int(p.fold_cpu_s * 1e6),
             )  # fmt: skip
         elif kind == "mismatch":
             message = Mismatch(*value)

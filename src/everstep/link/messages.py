@@ -27,7 +27,6 @@ Step = Annotated[int, Meta(ge=-1, le=_MAX)]
 """A step; -1 means none (in Fetch: the latest)."""
 Name = Annotated[str, Meta(max_length=1024, pattern=_NAME)]
 """A name in the run's folder, parts joined by slashes; none begins with a dot. Empty means none."""
-Seconds = Annotated[float, Meta(ge=0)]
 Short = Annotated[str, Meta(max_length=4096)]
 Nonce = Annotated[bytes, Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 Mac = Annotated[bytes, Meta(max_length=MAC_BYTES)]
@@ -136,8 +135,8 @@ class Resume(msgspec.Struct, frozen=True, tag=str.lower, omit_defaults=True):
 class Ack(msgspec.Struct, frozen=True, tag=str.lower, omit_defaults=True):
     """How far the shadow is: greatest step received, folded, in a base, durable on its disk, proven by audit.
 
-    And what that took: whether a base is being written; bytes and seconds of the last one; steps that were folded in all,
-    in how many seconds, and how much of that was processor time.
+    And what that took: whether a base is being written; bytes and microseconds of the last one; steps that were folded in
+    all, in how many microseconds, and how much of that was processor time.
     """
 
     received: Step
@@ -147,10 +146,10 @@ class Ack(msgspec.Struct, frozen=True, tag=str.lower, omit_defaults=True):
     proven: Step
     writing: bool = False
     base_bytes: Count = 0
-    base_s: Seconds = 0.0
+    base_us: Count = 0
     num_folded: Count = 0
-    fold_s: Seconds = 0.0
-    fold_cpu_s: Seconds = 0.0
+    fold_us: Count = 0
+    fold_cpu_us: Count = 0
 
 
 class Resend(msgspec.Struct, frozen=True, tag=str.lower):

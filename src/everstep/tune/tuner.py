@@ -10,7 +10,7 @@ from everstep.tune.choice import Decision, broken, choose, describe, excess_of
 from everstep.tune.model import Limits, Measured, Setting, cost_of
 
 MARGIN = 0.1
-"""A change must save this part of what is wasted …"""
+"""A change must save this part of what is wasted (or of what lasts, if that is less) …"""
 WORTH = 1e-4
 """… and this part of all time."""
 LARGEST_CHANGE = 4
@@ -29,7 +29,7 @@ class Verdict:
 
 def is_worth(then: float, now: float) -> bool:
     """Whether another goodput is so much better that a change pays."""
-    return then - now > max(MARGIN * (1 - now), WORTH)
+    return then - now > max(MARGIN * min(1 - now, now), WORTH)
 
 
 def keeps_better(then: tuple[float, float], now: tuple[float, float]) -> bool:
