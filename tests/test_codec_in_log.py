@@ -9,6 +9,9 @@ import torch
 from torch import nn
 
 import everstep
+from everstep.capture import encode
+from everstep.capture.capture import Capture
+from everstep.tune.averages import Spent
 from truth import Truth, check_history, crash
 
 NUMEL = 60_000
@@ -165,3 +168,44 @@ def test_gradients_of_other_dtypes_come_back_with_every_bit(dtype: torch.dtype, 
         truth.commit()
     crash(run)
     check_history(tmp_path / "run", truth)
+
+
+class Given(nn.Module):
+    """One parameter, whose gradient is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(NUMEL))
+
+
+def test_without_codecs_frames_are_raw_but_for_a_few_and_every_step_comes_back(tmp_path: Any, monkeypatch: Any) -> None:
+    """What the tuner does when codecs do not pay: two of so many frames tell what they would save."""
+    monkeypatch.setattr(encode, "RETRY_EVERY", 5)
+    torch.manual_seed(0)
+    model = Given()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sizes, states, spent = [], [], Spent()
+    with everstep.attach(model, optimizer, tmp_path / "run", quiet=True, follower=False) as run:
+        run.resume()
+        assert isinstance(run._capture, Capture)
+        offload = run._capture.offload
+        offload.spend(spent)
+        offload.set_lossless(False)
+        for t in range(12):
+            model.weight.grad = sparse(t)
+            optimizer.step()
+            before = run.stats()["log_bytes"]
+            run.commit(wait=True)
+            sizes.append(run.stats()["log_bytes"] - before)
+            states.append(model.weight.detach().clone())
+        offload.set_lossless(True)
+        model.weight.grad = sparse(12)
+        optimizer.step()
+        run.commit(wait=True)
+    is_small = [size < NUMEL for size in sizes]
+    assert is_small == [True, True, False, False, False] * 2 + [True, True]
+    assert spent.tried_frames == 7 and spent.saved_bytes == 7 * (4 * NUMEL) - (spent.put_bytes - 6 * 4 * NUMEL)
+    assert spent.put_s > 0 and spent.choose_s >= spent.choose_cpu_s > 0
+    history = everstep.open(tmp_path / "run")
+    for step, state in enumerate(states, 1):
+        assert torch.equal(bits(history.state(step)["model"]["weight"]), bits(state))

@@ -173,8 +173,6 @@ def open_run(model: Any, optimizer: Any, run: Any, extras: dict[str, Any], optio
     if mode == "auto":
         decision = None if ranks.size > 1 else _decide(RunPath(run), options)
         mode = "delta" if decision is None else decision.setting.mode
-        if decision is not None and mode == "shadow":  # that keeps to what it is started with
-            options = replace(options, base_interval=decision.setting.base_interval)
     modes = sorted(set(ranks.gather("say their mode", mode)))
     if len(modes) > 1:
         raise UsageError(f"all ranks must have one mode, not {' and '.join(modes)}")
@@ -201,10 +199,15 @@ def open_run(model: Any, optimizer: Any, run: Any, extras: dict[str, Any], optio
 
 
 def _refuse(training: Training, options: Options, mode: str, ranks: Ranks) -> list[int | None]:
-    """UsageError for what snapshot mode cannot do with these objects, or with so many ranks. Nothing has been written.
+    """UsageError for what a mode cannot do with these objects, or with so many ranks. Nothing has been written.
 
     Returns what all ranks must be given alike.
     """
+    if mode == "shadow" and options.tune and (options.shadows or ranks.size > 1):
+        whose = "shadows on other hosts keep to the interval that they are given" if options.shadows else (
+            "shadows of several ranks write bases of the same steps, at multiples of one interval"
+        )  # fmt: skip
+        raise UsageError(f"tune=True is for one rank and a shadow of its own host: {whose}. Leave it out")
     if mode != "snapshot":
         return []
     if options.layerwise:

@@ -89,8 +89,10 @@ class Options:
     layout: Sequence[Pattern] = ()
     """What the tensors of hand-written parallelism are: see everstep.layout. DTensors need none."""
     tune: bool = False
-    """Let measurements set `base_interval` (and `batch_steps` with durability="batch") within the limits below; what is
-    given for these is where it begins. mode="auto" does this too, and chooses the mode when the run is attached again."""
+    """Let measurements set `base_interval`, whether lossless codecs are tried, `batch_steps` with durability="batch", and
+    with a limit on bytes how many bases stay, within the limits below; what is given for these is where it begins. Not
+    with shadows on other hosts, or of several ranks. mode="auto" does this too, and chooses the mode when the run is
+    attached again."""
     max_overhead: float | None = None
     """tune: part of the training time that saving may cost, such as 0.01."""
     max_recovery_s: float | None = None
@@ -182,7 +184,7 @@ class Options:
         limits = Limits(max_overhead=self.max_overhead, max_recovery_s=self.max_recovery_s, max_bytes=self.max_bytes)
         return Ground(
             limits=limits, failure_rate=None if self.mtbf_s is None else 1 / self.mtbf_s,
-            memory_bytes=self.max_inflight_bytes, segment_bytes=self.segment_bytes,
+            memory_bytes=self.max_inflight_bytes, segment_bytes=self.segment_bytes, keeps_log=self.log == "disk",
         )  # fmt: skip
 
     @property

@@ -56,8 +56,6 @@ def attach(
         raise UsageError(f"unknown option {unknown[0]!r}; attach knows {', '.join(known)}")
     if mode != "shadow" and options.get("shadow"):
         raise UsageError(f"shadow={options['shadow']!r} needs mode='shadow'")
-    if mode == "shadow" and options.get("tune"):
-        raise UsageError("tune=True sets nothing with mode='shadow': leave it out, or use mode='auto'")
     if mode == "snapshot" and options.get("tune"):
         raise UsageError("tune=True sets nothing with mode='snapshot', which chooses its interval itself: leave it out")
     if mode == "auto":

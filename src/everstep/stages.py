@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable
@@ -23,9 +24,9 @@ from everstep.store import files, shared
 from everstep.store.log import DiskPlace, LogWriter
 from everstep.store.medium import Synced, medium_for
 from everstep.store.pools import Pools
-from everstep.tune.averages import Counters
+from everstep.tune.averages import Counters, Spent
 from everstep.tune.choice import MAX_BATCH
-from everstep.tune.model import Setting
+from everstep.tune.model import AUTO, Setting
 from everstep.tune.throttle import Throttle
 
 
@@ -168,30 +169,38 @@ class Stages:
         return share_out(inventory.layout, num_shadows, coupled(inventory.layout, inventory.groups))
 
     def tune(self, capture: Capture | States, keeper: Keeper) -> None:
-        """Hand base interval, batch size and retention to the tuner, if it may have them."""
+        """Hand base interval, batch size, codec and retention to the tuner, if it may have them."""
         opened, options = self.opened, self.opened.options
         if not options.tune or not isinstance(capture, Capture):
             return
+        spent = Spent()
+        capture.offload.spend(spent)
 
         def counters() -> Counters:
             return Counters(
                 step=capture.step, trained_s=capture.trained_s, waited_s=capture.offload.waited_s,
                 hook_s=capture.thread_s + capture.hook_s + capture.stall_s - capture.offload.waited_s,
                 log_bytes=capture.stored_bytes, write_s=capture.offload.busy_s, sync_s=capture.offload.sync_s,
-                background_s=capture.background_cpu_s(),
+                background_s=capture.background_cpu_s(), spent=replace(spent),
             )  # fmt: skip
 
         def apply(setting: Setting) -> None:
             keeper.keep(setting.base_interval, options.kept_by(setting))
             capture.offload.set_batch(setting.batch_steps)
+            capture.offload.set_lossless(setting.codec == AUTO)
 
+        setting, ground = replace(options.setting, mode=opened.mode), options.ground
+        max_batch = MAX_BATCH if options.durability == "batch" else 1
+        if opened.mode == "shadow":  # which has its memory already, and gets every step at once
+            setting, ground, max_batch = replace(setting, batch_steps=1), replace(ground, memory_bytes=math.inf), 1
         keeper.tuned = Tuned(
-            opened.path, self.found.generation, replace(options.setting, mode=opened.mode), options.ground,
-            max_batch=MAX_BATCH if options.durability == "batch" else 1, counters=counters, apply=apply,
+            opened.path, self.found.generation, setting, ground, max_batch=max_batch, counters=counters, apply=apply,
             mode=opened.decision,
         )  # fmt: skip
         if self.found.replayed:
             keeper.tuned.recovered(*self.found.replayed)
+        elif self.found.source == "shadow":
+            keeper.tuned.fetched(self.found.fetch_s)
 
 
 def _pace(throttle: Throttle) -> Callable[[int], float]:

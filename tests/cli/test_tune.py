@@ -31,6 +31,7 @@ def test_decisions_are_printed_with_their_reasons(run_with_a_fork):
     assert found["ranks"][0]["decisions"] == [told] and found["ranks"][0]["failures"] == 3
     text = runner.invoke(app, ["tune", run_with_a_fork]).stdout
     assert "because a test says so" in text and "every 120 steps" in text and "3 failures in 2 h" in text
+    assert "lossless codecs" in text
     assert "base_stall_s -1 ms" in text
 
 

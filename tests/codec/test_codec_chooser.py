@@ -148,3 +148,17 @@ def test_saying_no_to_four_mebibytes_takes_microseconds() -> None:
         chosen.encode(key, raw, 4, True)
         best_s = min(best_s, time.perf_counter() - start_s)
     assert best_s < 100e-6  # some 5 µs on an idle core; the limit leaves room for a busy one
+
+
+def test_where_codecs_are_not_tried_all_stays_raw_and_what_was_known_of_tensors_is_learned_again() -> None:
+    found = Chooser()
+    dense, sparse = piece(normal_values()), piece(np.zeros(NUM_VALUES, "<f4"))
+    for _ in range(8):
+        assert found.encode(1, dense, 4, True)[0] == RAW  # it keeps saying no: it will not be looked at for a while
+    assert found.encode(1, sparse, 4, True)[0] == RAW
+    found.try_codecs(False)
+    assert found.encode(2, sparse, 4, True) == (RAW, 1, sparse)
+    found.try_codecs(True)
+    assert found.encode(1, sparse, 4, True)[0] == SPARSE
+    found.try_codecs(True)
+    assert found.encode(1, sparse, 4, True)[0] == SPARSE

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 import everstep
+from everstep.codec import MIN_BYTES, Chooser
 from everstep.errors import UsageError
 from everstep.follow import tuned
 from everstep.follow.tuned import Ground, Tuned, choose_mode
+from everstep.opening import _refuse
+from everstep.options import Options
 from everstep.store import files
 from everstep.store.runs import RunPath
 from everstep.tune.averages import BaseMade, Counters
-from everstep.tune.model import Limits, Setting
+from everstep.tune.model import RAW, Limits, Setting
 from support import crash
 
 
@@ -68,13 +73,12 @@ class Fed:
 
     def base(self):
         self.train(self.setting.base_interval)
-        self.tuned.base_begins()
+        self.tuned.base_begins(self.counters())
         self.train(2, extra_s=0.3)
         steps = self.setting.base_interval
         folded_s = steps * self.fold_s
-        self.tuned.base_made(
-            BaseMade(num_bytes=5000, write_s=0.02, num_folded=steps, fold_s=folded_s, fold_cpu_s=folded_s)
-        )
+        made = BaseMade(num_bytes=5000, write_s=0.02, num_folded=steps, fold_s=folded_s, fold_cpu_s=folded_s)
+        self.tuned.base_made(made, self.counters())
 
 
 @pytest.fixture(autouse=True)
@@ -190,6 +194,89 @@ def test_auto_attaches_with_a_shadow_where_measurements_speak_for_one(folder, me
     assert everstep.open(folder).steps[-1] == 5
 
 
+def test_a_shadow_is_tuned_and_writes_bases_as_often_as_its_tuner_says(tmp_path, memory):
+    model, optimizer = build()
+    options = {"quiet": True, "mode": "shadow", "base_interval": 5, "tune": True, "mtbf_s": 1e7}
+    run = everstep.attach(model, optimizer, tmp_path / "run", **options)
+    run.resume()
+    end = time.monotonic() + 80
+    while run.stats()["tuner"]["setting"]["base_interval"] < 80 and time.monotonic() < end:
+        train(run, model, optimizer, 1)
+        time.sleep(0.005)
+    told = run.stats()
+    asked = told["tuner"]["setting"]["base_interval"]
+    assert asked >= 80 and run._keeper._interval == asked and told["tuner"]["paused"] is None, told["tuner"]
+    assert {"step_s", "frame_bytes", "base_s", "fold_s", "base_stall_s"} <= set(told["tuner"]["averages"])
+    assert told["tuner"]["averages"]["step_s"] > 0.005 and told["tuner"]["averages"]["state_bytes"] > 0
+    bases = [told["base_step"]]
+    while max([0, *(b - a for a, b in itertools.pairwise(bases))]) < 80 and time.monotonic() < end:
+        train(run, model, optimizer, 1)
+        if run.stats()["base_step"] > bases[-1]:
+            bases.append(run.stats()["base_step"])
+    assert bases[-1] - bases[-2] >= 80, bases  # it was started with 5, and folds at most 16 frames at once
+    crash(run)
+    model, optimizer = build()
+    with everstep.attach(model, optimizer, tmp_path / "run", **options) as run:
+        run.resume()
+        now = run.stats()["tuner"]
+        assert now["failures"] == 1 and now["setting"]["base_interval"] == run._keeper._interval >= asked
+        assert now["averages"]["fetch_s"] > 0
+        assert [talk._interval for talk in run._keeper._talks] == [run._keeper._interval]
+        train(run, model, optimizer, 1)
+
+
+def test_a_shadow_that_has_outlived_its_trainer_goes_by_the_interval_of_the_next(tmp_path, memory):
+    model, optimizer = build()
+    run = everstep.attach(model, optimizer, tmp_path / "run", quiet=True, mode="shadow", base_interval=1000)
+    run.resume()
+    train(run, model, optimizer, 3)
+    end = time.monotonic() + 80
+    while run.stats()["folded_step"] < 3 and time.monotonic() < end:
+        time.sleep(0.02)
+    crash(run)
+    model, optimizer = build()
+    with everstep.attach(model, optimizer, tmp_path / "run", quiet=True, mode="shadow", base_interval=5) as run:
+        begun = run.resume()
+        train(run, model, optimizer, 12)  # fewer than the trainer would take one itself after
+        while run.stats()["base_step"] < begun + 5 and time.monotonic() < end:
+            time.sleep(0.02)
+        assert begun + 5 <= run.stats()["base_step"] <= begun + 12 and run.stats()["shadows"] == 0
+
+
+def test_a_run_whose_bases_are_not_measured_says_so(tmp_path, memory):
+    """Its optimizer is this test's own: no follower can build it."""
+
+    class Own(torch.optim.SGD):
+        pass
+
+    for mode in ("delta", "shadow"):
+        model, _ = build()
+        optimizer = Own(model.parameters(), lr=0.1)
+        with everstep.attach(model, optimizer, tmp_path / mode, quiet=True, tune=True, mode=mode) as run:
+            run.resume()
+            train(run, model, optimizer, 2)
+            assert "not measured" in run.stats()["tuner"]["paused"]
+
+
+def test_shadows_of_several_ranks_are_not_tuned_and_that_is_said(tmp_path):
+    options = Options(tune=True)
+    with pytest.raises(UsageError, match="several ranks"):
+        _refuse(None, options, "shadow", SimpleNamespace(size=2))
+    assert _refuse(None, options, "shadow", SimpleNamespace(size=1)) == []
+
+
+def test_frames_are_stored_as_they_are_where_the_tuner_says_so(tmp_path):
+    model, optimizer = build()
+    with everstep.attach(model, optimizer, tmp_path / "run", quiet=True, tune=True) as run:
+        run.resume()
+        encoder = run._capture.offload._encoder
+        assert encoder.lossless and encoder.spent is not None
+        run._keeper.tuned._apply(Setting(base_interval=77, codec=RAW))
+        assert not encoder.lossless and run._keeper._interval == 77
+        run._keeper.tuned._apply(Setting())
+        assert encoder.lossless
+
+
 def test_a_limit_on_bytes_holds_from_the_first_step(tmp_path):
     model, optimizer = build()
     with everstep.attach(model, optimizer, tmp_path / "run", quiet=True, tune=True, max_bytes=10_000_000) as run:
@@ -204,7 +291,8 @@ def test_a_run_that_is_not_tuned_leaves_no_document(folder):
 @pytest.mark.parametrize(
     "options",
     [{"max_overhead": 0.1}, {"mtbf_s": 5}, {"tune": True, "mtbf_s": 0}, {"tune": True, "max_bytes": -1},
-     {"tune": True, "follower": False}, {"tune": True, "mode": "shadow"}],
+     {"tune": True, "follower": False}, {"tune": True, "mode": "snapshot"},
+     {"tune": True, "mode": "shadow", "shadow": "tcp://127.0.0.1:9"}],
 )  # fmt: skip
 def test_options_that_make_no_sense_are_refused(tmp_path, options):
     with pytest.raises(UsageError):
@@ -217,7 +305,13 @@ def test_options_that_make_no_sense_are_refused(tmp_path, options):
 def test_a_slow_disk_and_kills_lead_where_the_model_says(tmp_path):
     """A sync takes longer than a step: after a few bases there are several steps a sync, and training waits less for them. A
     trainer that is killed goes on with what it had learned, and counts the kill."""
-    first = trained_until(tmp_path / "run", lambda line: line["setting"]["batch_steps"] >= 4)
+    path = RunPath(tmp_path / "run")
+
+    def is_decided(line):  # and stored: a kill just before that would undo it
+        decisions = path.read_tuning().decisions
+        return bool(decisions) and decisions[-1]["setting"]["batch_steps"] >= 4
+
+    first = trained_until(tmp_path / "run", is_decided)
     second = trained_until(tmp_path / "run", lambda line: line["step"] > first[-1]["step"] + 20)
     third = trained_until(tmp_path / "run", lambda line: True)
     assert first[0]["setting"]["batch_steps"] == 1
@@ -226,6 +320,43 @@ def test_a_slow_disk_and_kills_lead_where_the_model_says(tmp_path):
     untuned = [line["waited_s"] for line in first if line["setting"]["batch_steps"] == 1]
     tuned = [line["waited_s"] for line in second + third]
     assert sum(tuned) / len(tuned) < sum(untuned) / len(untuned)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_codecs_that_take_longer_than_a_step_are_given_up_and_the_run_goes_on_bit_for_bit(tmp_path, monkeypatch):
+    quick = Chooser.encode
+
+    def slow(self, key, raw, itemsize, is_float32):
+        if self._tries and len(raw) >= MIN_BYTES:
+            time.sleep(0.1)
+        return quick(self, key, raw, itemsize, is_float32)
+
+    def build_large():
+        torch.manual_seed(0)
+        model = nn.Linear(8, 20_000)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    monkeypatch.setattr(Chooser, "encode", slow)
+    model, optimizer = build_large()
+    run = everstep.attach(model, optimizer, tmp_path / "run", quiet=True, base_interval=10, tune=True, mtbf_s=1e6)
+    run.resume()
+    end = time.monotonic() + 200
+    while run.stats()["tuner"]["setting"]["codec"] != RAW and time.monotonic() < end:
+        train(run, model, optimizer, 1)
+        time.sleep(0.01)
+    told = run.stats()["tuner"]
+    assert told["setting"]["codec"] == RAW and not run._capture.offload._encoder.lossless, told
+    [change] = [d for d in told["decisions"] if d["changed"] and d["setting"]["codec"] == RAW][:1]
+    assert "frames as they are: lossless codecs would save only" in change["reason"]
+    train(run, model, optimizer, 5)
+    run.flush()
+    step, state = run.step, model.state_dict()
+    crash(run)
+    model, optimizer = build_large()
+    with everstep.attach(model, optimizer, tmp_path / "run", quiet=True, base_interval=10, tune=True, mtbf_s=1e6) as run:
+        assert run.resume() == step and not run._capture.offload._encoder.lossless
+        assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
 
 
 def trained_until(path, enough):

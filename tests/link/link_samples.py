@@ -142,6 +142,8 @@ messages = st.one_of(
     st.sampled_from(OPEN_SAMPLES),
     st.builds(Frame, steps, names, counts, counts, counts, steps),
     st.builds(Ack, steps, steps, steps, steps, steps),
+    st.builds(Ack, steps, steps, steps, steps, steps, st.booleans(), counts, counts, counts, counts, counts),
+    st.builds(Resume, counts, counts, steps, counts),
     st.builds(Trouble, texts),
     st.builds(StatusReply, st.integers(0, 20_000).map(lambda n: "x" * n)),
     st.builds(Bytes, names, counts),

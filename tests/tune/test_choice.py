@@ -9,7 +9,7 @@ import pytest
 from everstep.errors import UsageError
 from everstep.tune import references
 from everstep.tune.choice import MAX_INTERVAL, choose
-from everstep.tune.model import MODES, Codec, Limits, Measured, Setting, cost_of
+from everstep.tune.model import AUTO, MODES, RAW, Codec, Limits, Measured, Setting, cost_of
 from everstep.tune.simulate import simulate
 
 PLAIN = Measured(
@@ -27,9 +27,14 @@ def drawn(random: np.random.Generator) -> Measured:
 
     step_s, params, disk_bytes_s = between(0.02, 10), between(1e6, 1e10), between(1e8, 1e10)
     state_bytes, fold_s = 12 * params, step_s * between(0.01, 0.8)
+    part, raw_bytes, choose_s = float(random.choice([1, 0.5, 0.01])), 4 * params, step_s * between(1e-3, 0.5)
+    auto = Codec(
+        name=AUTO, frame_bytes=part * raw_bytes, encode_s=choose_s, background_s=choose_s,
+        sync=float(random.uniform(part, 1)), replay=float(random.uniform(0.3, 1)),
+    )  # fmt: skip
     return Measured(
-        step_s=step_s, state_bytes=state_bytes,
-        codecs=(Codec(name="auto", frame_bytes=4 * params * float(random.choice([1, 0.5, 0.01]))),),
+        step_s=step_s, state_bytes=state_bytes, keeps_log=bool(random.random() < 0.3),
+        codecs=(auto, Codec(name=RAW, frame_bytes=raw_bytes, background_s=step_s * between(1e-3, 0.2))),
         disk_bytes_s=disk_bytes_s, sync_s=between(1e-4, 1), base_s=1.5 * state_bytes / disk_bytes_s,
         load_s=0.5 * state_bytes / disk_bytes_s, fold_s=fold_s, replay_s=fold_s * between(0.2, 1),
         fetch_s=state_bytes / 5e9, ship_bytes_s=5e9, elsewhere=bool(random.random() < 0.2),
@@ -42,11 +47,15 @@ def drawn(random: np.random.Generator) -> Measured:
 
 
 def everything(measured: Measured) -> list[Setting]:
-    """A grid over (F, B, mode), without what a follower could not keep up with."""
+    """A grid over (F, B, codec, mode), without what a follower could not keep up with."""
     intervals = np.unique(np.round(np.geomspace(1, 1e5, 24)).astype(int)).tolist()
     batches = np.unique(np.round(np.geomspace(1, 1024, 12)).astype(int)).tolist()
-    found = [Setting(mode="delta", base_interval=f, batch_steps=b) for f in intervals for b in batches]
-    found += [Setting(mode=mode, base_interval=f) for mode in ("shadow", "snapshot") for f in intervals]
+    found = [
+        Setting(mode="delta", base_interval=f, batch_steps=b, codec=c)
+        for f in intervals for b in batches for c in (AUTO, RAW)
+    ]  # fmt: skip
+    found += [Setting(mode="shadow", base_interval=f, codec=c) for f in intervals for c in (AUTO, RAW)]
+    found += [Setting(mode="snapshot", base_interval=f) for f in intervals]
     return [s for s in found if cost_of(measured, s).keeps_up >= 1]
 
 
@@ -59,7 +68,11 @@ def test_the_choice_is_within_five_percent_of_the_best_of_exhaustive_search(num_
     random = np.random.default_rng(5)
     for seed in range(num_settings // 20):
         scenes = [drawn(random) for _ in range(20)]
-        cases = [[(m, s) for s in (choose(m, modes=MODES).setting, *everything(m))] for m in scenes]
+        cases = []
+        for m in scenes:
+            modes = MODES if len(cases) % 2 else ("delta", "shadow")  # which "auto" chooses from; snapshots have no codec
+            best = choose(m, modes=modes).setting
+            cases.append([(m, s) for s in (best, *everything(m)) if s.mode in modes])
         goodput = simulate([case for each in cases for case in each], 1000, seed).goodput
         for scene, found in zip(cases, np.split(1 - goodput, np.cumsum([len(each) for each in cases])[:-1]), strict=True):
             if found[0] > 1.05 * found.min() + 1e-4:
@@ -166,6 +179,46 @@ def test_a_disk_that_cannot_sync_every_step_gets_batches():
 def test_without_failures_nothing_is_done_for_recovery():
     chosen = choose(replace(PLAIN, failure_rate=0.0))
     assert chosen.setting.base_interval == MAX_INTERVAL and "without failures" in chosen.reason
+
+
+def both(measured: Measured, *, saved: float, choose_s: float, **raw: float) -> Measured:
+    """The same with a choice: lossless codecs, or frames as they are."""
+    size = measured.codecs[0].frame_bytes
+    auto = Codec(name=AUTO, frame_bytes=(1 - saved) * size, encode_s=choose_s, background_s=choose_s)
+    return replace(measured, codecs=(auto, Codec(name=RAW, frame_bytes=size, **raw)), contention=0.12)
+
+
+def test_lossless_codecs_are_tried_where_they_save_more_than_they_cost():
+    """A tenth of a step for a hundredth of the bytes is no bargain; for what a slow disk cannot write in time, it is."""
+    quick = choose(both(PLAIN, saved=0.01, choose_s=0.05))
+    assert quick.setting.codec == RAW and "frames as they are: lossless codecs would save only 0.67 MB" in quick.reason
+    assert choose(both(PLAIN, saved=0.5, choose_s=0.002, background_s=0.02)).setting.codec == AUTO
+    slow = choose(both(replace(PLAIN, disk_bytes_s=1e8), saved=0.5, choose_s=0.05))
+    assert slow.setting.codec == AUTO and slow.cost.overhead < 0.03
+    assert "lossless codecs, which save 33.5 MB of the 67 MB of a frame for 50 ms of work" in slow.reason
+
+
+def test_where_recoveries_are_frequent_fewer_bytes_to_read_are_worth_choosing_them():
+    rare = both(replace(PLAIN, failure_rate=1e-7, base_stall_s=5.0), saved=0.5, choose_s=0.05, replay=3.0)
+    assert choose(rare).setting.codec == RAW
+    assert choose(replace(rare, failure_rate=1 / 120)).setting.codec == AUTO
+
+
+def test_a_limit_on_bytes_speaks_for_lossless_codecs():
+    measured = both(PLAIN, saved=0.5, choose_s=0.05)
+    assert choose(measured).setting.codec == RAW
+    need = cost_of(measured, Setting(base_interval=3, codec=AUTO, bases=1)).kept_bytes
+    small = choose(measured, Limits(max_bytes=need), bases=1)
+    assert small.setting.codec == AUTO and small.broken == () and "without max_bytes" in small.reason
+    assert "frames as they are" in small.reason
+
+
+def test_a_shadow_that_keeps_the_log_loses_no_step_with_its_host_and_takes_room_for_it():
+    setting = Setting(mode="shadow", base_interval=100)
+    plain, kept = (cost_of(replace(PLAIN, keeps_log=keeps), setting) for keeps in (False, True))
+    assert kept.lost_s < plain.lost_s / 5 and kept.worst_recovery_s > plain.worst_recovery_s
+    assert kept.kept_bytes > plain.kept_bytes + 200 * 67e6
+    assert "is the log replayed" in choose(replace(PLAIN, keeps_log=True), modes=["shadow"]).reason
 
 
 def test_a_shadow_is_chosen_where_processes_die_and_the_log_where_hosts_do():

@@ -12,12 +12,13 @@ from everstep.tune.averages import (
     Averages,
     BaseMade,
     Counters,
+    Spent,
     contention_of,
     estimated_rate,
 )
 from everstep.tune.choice import choose, excess_of
-from everstep.tune.model import Limits, Measured, Setting, cost_of
-from everstep.tune.tuner import LARGEST_CHANGE, Tuner, keeps_better
+from everstep.tune.model import AUTO, RAW, Limits, Measured, Setting, cost_of
+from everstep.tune.tuner import LARGEST_CHANGE, Tuner, is_worth, keeps_better
 
 
 class Training:
@@ -174,6 +175,12 @@ def test_a_gain_that_is_not_worth_it_changes_nothing():
     assert not verdict.changed and tuner.setting == setting and "would save only" in verdict.decision.reason
 
 
+def test_where_nearly_all_is_wasted_twice_as_much_that_lasts_is_worth_a_change():
+    assert is_worth(0.06, 0.03) and not is_worth(0.032, 0.03)
+    assert is_worth(0.976, 0.97) and not is_worth(0.972, 0.97)
+    assert not is_worth(0.99995, 0.9999)
+
+
 def test_a_limit_that_is_not_kept_changes_the_setting_at_once():
     training = Training()
     setting = Setting(base_interval=1000)
@@ -204,7 +211,7 @@ def test_the_failure_rate_begins_with_one_a_day_and_follows_what_happens():
 def test_background_work_costs_training_a_part_of_its_processor_time_and_all_of_it_where_no_core_is_left():
     training = Training()
     training.bases(3, Setting())
-    averages = Averages({**training.averages.kept(), "background_s": (0.02, 3)})
+    averages = Averages({**training.averages.kept(), "background_s": (0.02, 3), "other_cpu_s": (0.02, 3)})
     given = {"failure_rate": 0.0, "memory_bytes": 1e9, "segment_bytes": 0, "copy_bytes_s": 1e9}
     free, crowded = (averages.measured(**given, contention=contention_of(n, 2)) for n in (1, 2))
     for found, part in ((free, CONTENTION), (crowded, 1.0)):
@@ -215,6 +222,136 @@ def test_background_work_costs_training_a_part_of_its_processor_time_and_all_of_
         for mode, elsewhere, lost_s in (("delta", False, here), ("shadow", False, here), ("shadow", True, part * 0.02)):
             cost = cost_of(replace(found, elsewhere=elsewhere), Setting(mode=mode, base_interval=1000))
             assert cost.overhead == pytest.approx((lost_s + bases) / found.step_s)
+
+
+class Coding:
+    """A run with frames of 100 MB of which lossless codecs save a part, on a disk that takes so long for a byte."""
+
+    def __init__(self, *, saved=0.5, choose_s=0.02, byte_s=1e-9, sync_s=0.0, step_s=0.5):
+        self.averages = Averages()
+        self.saved, self.choose_s, self.byte_s, self.sync_s, self.step_s = saved, choose_s, byte_s, sync_s, step_s
+        self.step = 0
+        self.took = dict.fromkeys(("trained_s", "waited_s", "hook_s", "log_bytes", "write_s", "sync_s", "background_s"), 0.0)
+        self.spent = Spent()
+
+    def train(self, steps, setting):
+        begun = self.counters()
+        tried = steps if setting.codec == AUTO else min(steps, 2)
+        saved_bytes = tried * self.saved * 100e6
+        put_bytes = steps * 100e6 - saved_bytes
+        choose_s, put_s = tried * self.choose_s, put_bytes * self.byte_s
+        sync_s = self.sync_s * put_bytes / 50e6  # as long as its bytes are many
+        write_s = choose_s + put_s + 0.01 * steps
+        self.step += steps
+        waits_s = max(write_s + sync_s - steps * self.step_s, 0.0)
+        for name, value in (
+            ("trained_s", steps * self.step_s + waits_s), ("waited_s", waits_s), ("log_bytes", put_bytes),
+            ("write_s", write_s + sync_s), ("sync_s", sync_s),
+            ("background_s", choose_s / 2 + put_bytes * 0.2e-9 + 0.02 * steps),
+        ):  # fmt: skip
+            self.took[name] += value
+        s = self.spent
+        self.spent = Spent(
+            tried_frames=s.tried_frames + tried, choose_s=s.choose_s + choose_s, put_s=s.put_s + put_s,
+            choose_cpu_s=s.choose_cpu_s + choose_s / 2,
+            saved_bytes=s.saved_bytes + int(saved_bytes), put_bytes=s.put_bytes + int(put_bytes),
+            put_cpu_s=s.put_cpu_s + put_bytes * 0.2e-9,
+        )  # fmt: skip
+        return begun, self.counters()
+
+    def counters(self):
+        return Counters(step=self.step, spent=self.spent, **self.took)
+
+    def base(self, setting, *, in_memory=False):
+        self.averages.quiet(*self.train(200, setting), 1, in_memory=in_memory)
+        made = BaseMade(num_bytes=300_000_000, write_s=0.3, num_folded=200, fold_s=10.0, fold_cpu_s=10.0)
+        self.averages.base(*self.train(2, setting), made)
+
+    def measured(self, setting, **more):
+        given = {"failure_rate": 1e-5, "memory_bytes": 1e12, "segment_bytes": 0, "copy_bytes_s": 1e9, "contention": 0.12}
+        return self.averages.measured(**{**given, **more}, setting=setting)
+
+
+def test_what_codecs_save_and_cost_is_found_whichever_setting_is_in_force():
+    found = {}
+    for name in (AUTO, RAW):
+        coding, setting = Coding(sync_s=0.004), Setting(codec=name)
+        for _ in range(3):
+            coding.base(setting)
+        found[name] = m = coding.measured(setting)
+        auto, raw = m.codec(AUTO), m.codec(RAW)
+        assert auto.frame_bytes == pytest.approx(50e6, rel=0.02) and raw.frame_bytes == pytest.approx(100e6, rel=0.02)
+        assert auto.encode_s - raw.encode_s == pytest.approx(0.02) and raw.encode_s == pytest.approx(0.01)
+        assert m.disk_bytes_s == pytest.approx(1e9)
+        assert m.background_s == pytest.approx(0.02)
+        assert auto.background_s == pytest.approx(0.02 / 2 + 0.01, rel=0.02)
+        assert raw.background_s == pytest.approx(0.02, rel=0.02)
+        assert auto.sync * m.sync_s == pytest.approx(0.004, rel=0.02)
+        assert raw.sync * m.sync_s == pytest.approx(0.008, rel=0.02)
+        assert m.codec(name).replay == m.codec(name).sync == 1.0
+    for setting in (Setting(codec=AUTO), Setting(codec=RAW)):
+        costs = [cost_of(m, setting) for m in found.values()]
+        assert costs[0].overhead == pytest.approx(costs[1].overhead, rel=0.03)
+        assert costs[0].goodput == pytest.approx(costs[1].goodput, rel=1e-3)
+
+
+def test_the_tuner_gives_up_codecs_that_cost_more_than_they_save_and_takes_them_up_when_that_changes():
+    coding = Coding(saved=0.01, choose_s=0.15)
+    tuner = Tuner(Setting(), Limits())
+    changes = []
+    for number in range(24):
+        if number == 12:  # gradients have become sparse, and the disk slow
+            coding.saved, coding.byte_s = 0.9, 8e-9
+        before = tuner.setting.codec
+        coding.base(tuner.setting)
+        verdict = tuner.at_base(coding.step, coding.averages, coding.measured(tuner.setting))
+        if verdict is not None and tuner.setting.codec != before:
+            changes.append((number, tuner.setting.codec))
+            assert verdict.changed and ("frames as they are" in verdict.decision.reason) == (tuner.setting.codec == RAW)
+    assert [codec for _, codec in changes] == [RAW, AUTO] and changes[0][0] < 4 and 12 <= changes[1][0] < 18
+
+
+def test_codecs_between_which_there_is_little_to_choose_are_not_changed():
+    """The difference is some hundredths of a percent of a step, and noise makes now this and now that the better one."""
+    random, tuner = np.random.default_rng(0), Tuner(Setting(), Limits())
+    coding = Coding()
+    for _ in range(40):
+        coding.choose_s = 0.01 * (1 + 0.5 * random.normal())
+        coding.base(tuner.setting)
+        tuner.at_base(coding.step, coding.averages, coding.measured(tuner.setting))
+        assert tuner.setting.codec == AUTO
+
+
+def test_without_pieces_that_a_codec_could_take_there_is_no_difference():
+    training = Training()
+    training.bases(3, Setting())
+    found = training.measured()
+    auto, raw = found.codecs
+    assert (auto.name, raw.name) == (AUTO, RAW) and replace(raw, name=AUTO) == auto
+
+
+def test_a_log_in_memory_tells_of_the_way_to_a_shadow_and_nothing_of_disks():
+    coding, setting = Coding(byte_s=2e-10), Setting(mode="shadow")
+    for _ in range(3):
+        coding.base(setting, in_memory=True)
+    found = coding.measured(setting)
+    assert found.ship_bytes_s == pytest.approx(5e9)
+    assert found.disk_bytes_s == pytest.approx(300e6 / 0.3)  # what bases told
+    assert found.fetch_s == pytest.approx(0.3)
+    assert coding.averages.count("write_s") == coding.averages.count("sync_s") == 0
+    coding.averages.fetched(0.05)
+    assert coding.measured(setting).fetch_s == pytest.approx(0.05)
+
+
+def test_a_shadow_folds_all_the_time_and_a_lazy_follower_while_it_makes_a_base():
+    coding = Coding()
+    for _ in range(3):
+        coding.base(Setting())
+    averages = Averages({**coding.averages.kept(), "base_stall_s": (3.0, 3)})
+    given = {"failure_rate": 0.0, "memory_bytes": 1e12, "segment_bytes": 0, "copy_bytes_s": 1e9, "contention": 0.12}
+    lazy, eager = (averages.measured(**given, setting=Setting(mode=mode)) for mode in ("delta", "shadow"))
+    assert lazy.step_s - eager.step_s == pytest.approx(0.12 * 0.05)
+    assert eager.base_stall_s - lazy.base_stall_s == pytest.approx(0.12 * 0.05 * 200)
 
 
 def test_what_a_setting_on_the_way_breaks_is_told():

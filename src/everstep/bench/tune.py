@@ -29,7 +29,7 @@ from everstep.follow.tuned import Ground, read
 from everstep.run import attach
 from everstep.store.runs import RunPath
 from everstep.tune.averages import Averages
-from everstep.tune.model import Limits, Measured, Setting, cost_of, shared_s
+from everstep.tune.model import AUTO, Limits, Measured, Setting, cost_of, shared_s
 
 BASES = 6
 """That the model learns from, before the first kill."""
@@ -98,7 +98,7 @@ def measure(settings: overhead.Settings, progress: Progress = silent) -> dict[st
             "predicted": predicted,
             "parts": {
                 "hooks": known.hook_s / known.step_s,
-                "background": shared_s(known) / known.step_s,
+                "background": shared_s(known, known.codec(AUTO)) / known.step_s,
                 "bases": known.base_stall_s / interval / known.step_s,
             },
             "measured": {end: value - 1 for end, value in ratio.items()},
@@ -136,6 +136,6 @@ def _measured(path: str, num_threads: int) -> Measured:
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
-        return ground.measured(Averages(document.averages), document, 0.0)
+        return ground.measured(Averages(document.averages), document, 0.0, Setting())
     finally:
         torch.set_num_threads(before)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +26,7 @@ from everstep.capture.pending import (
 from everstep.capture.reuse import Reuse
 from everstep.capture.scaling import Coefficients
 from everstep.capture.sent import Ledger, Piece, SentEarly
-from everstep.codec import Chooser
+from everstep.codec import MIN_BYTES, Chooser
 from everstep.frame import (
     Carry,
     Gradient,
@@ -44,6 +45,10 @@ from everstep.frame import (
 )
 from everstep.memory import CODE_BY_DTYPE, Bytes, plain, strides_of, view_bytes
 from everstep.store.log import LogWriter
+from everstep.tune.averages import Spent
+
+RETRY_EVERY, RETRY_FRAMES = 128, 2
+"""While frames are stored as they are: of so many, codecs are tried in so many."""
 
 
 class Encoder:
@@ -56,10 +61,25 @@ class Encoder:
         self._log = log
         self._meanwhile = meanwhile
         self._chooser = Chooser()
+        self.lossless = True
+        """Whether codecs are tried, from the next frame on. Else they are in a few frames of many, to know what they would
+        save."""
+        self.spent: Spent | None = None
+        """What is counted for the tuner, if there is one."""
+        self._frames = 0
+        """Without codecs."""
         self._coefficients = Coefficients()
         self.sent = SentEarly(log, self._write, ledger, self._coefficients)
         self._reuse = Reuse(self._record, ledger, self._coefficients)
         self._write_layout = write_layout
+
+    def begin_frame(self) -> None:
+        """Whether its pieces get codecs is the same for all of a frame."""
+        tries = self.lossless or self._frames % RETRY_EVERY < RETRY_FRAMES
+        self._frames = 0 if self.lossless else self._frames + 1
+        self._chooser.try_codecs(tries)
+        if self.spent is not None and tries:
+            self.spent.tried_frames += 1
 
     def ops(self, item: Item) -> list[Op]:
         """Write what an item holds; returns the operations that mean it."""
@@ -181,8 +201,20 @@ class Encoder:
         return self._write(uid, raw, dtype, start).ordinal
 
     def _write(self, uid: int, raw: Bytes, dtype: torch.dtype, start: int) -> Piece:
+        spent = self.spent if len(raw) >= MIN_BYTES else None
+        begun = (0.0, 0.0) if spent is None else (time.perf_counter(), time.thread_time())
         codec_id, version, payload = self._chooser.encode(uid + start, raw, dtype.itemsize, dtype is torch.float32)
+        if spent is None:
+            ordinal = self._record(uid, dtype, start, len(raw), codec_id, version, [payload])
+            return Piece(ordinal, codec_id, version, payload)
+        chosen = time.perf_counter(), time.thread_time()
         ordinal = self._record(uid, dtype, start, len(raw), codec_id, version, [payload])
+        spent.put_s += time.perf_counter() - chosen[0]
+        spent.put_cpu_s += time.thread_time() - chosen[1]
+        spent.choose_s += chosen[0] - begun[0]
+        spent.choose_cpu_s += chosen[1] - begun[1]
+        spent.put_bytes += len(payload)
+        spent.saved_bytes += len(raw) - len(payload)
         return Piece(ordinal, codec_id, version, payload)
 
     def _record(

@@ -28,6 +28,7 @@ from everstep.memory import plain, view_bytes
 from everstep.store import files
 from everstep.store.bases import piece_sum
 from everstep.store.log import LogWriter
+from everstep.tune.averages import Spent
 
 DURABILITIES = ("step", "batch", "os")
 
@@ -124,6 +125,14 @@ class Offload:
         """From now on so many steps a sync, if `durability` is "batch". Any thread."""
         if self._durability == "batch":
             self._batch_steps = steps
+
+    def set_lossless(self, tries: bool) -> None:
+        """From the next frame on, let lossless codecs make pieces smaller, or not. Any thread."""
+        self._encoder.lossless = tries
+
+    def spend(self, spent: Spent) -> None:
+        """Count there, from now on, what codecs and the bytes that they leave cost. Before the first frame."""
+        self._encoder.spent = spent
 
     def dispose(self, tensors: list[Any]) -> None:
         """Drop references in the writer thread: freeing large memory takes time."""
@@ -241,6 +250,7 @@ class Offload:
     def _open(self, step: int) -> _Open:
         if self._frame is None:
             self._log.begin(step, self._layout.id, self.claim())
+            self._encoder.begin_frame()
             self._frame = _Open(step, [], [])
         return self._frame
 

@@ -46,6 +46,7 @@ def describe(path: RunPath) -> dict[str, Any]:
 
 def _print(found: dict[str, Any]) -> None:
     from everstep.tune.choice import seconds
+    from everstep.tune.model import RAW
 
     out = console()
     if not found["ranks"]:
@@ -60,8 +61,10 @@ def _print(found: dict[str, Any]) -> None:
             setting, expected = d["setting"], d["expected"]
             out.print(
                 f"step {d['step']:,} ({d['time']}, generation {d['generation']}): {'changed' if d['changed'] else 'kept'}: "
-                f"mode {setting['mode']}, a base every {setting['base_interval']:,} steps, a sync every "
-                f"{setting['batch_steps']}; expected: overhead {expected['overhead']:.2%}, lost work "
+                f"mode {setting['mode']}, a base every {setting['base_interval']:,} steps, {setting['bases']} kept, "
+                f"a sync every {setting['batch_steps']}, "
+                f"{'frames as they are' if setting['codec'] == RAW else 'lossless codecs'}; "
+                f"expected: overhead {expected['overhead']:.2%}, lost work "
                 f"{seconds(expected['lost_s'])}, recovery {seconds(expected['recovery_s'])}, goodput "
                 f"{expected['goodput']:.2%}. Why: {d['reason']}",
                 markup=False,
@@ -73,6 +76,4 @@ def _print(found: dict[str, Any]) -> None:
 def _average(name: str, value: float) -> str:
     from everstep.tune.choice import seconds
 
-    if name == "recovery":
-        return f"recoveries took {value:.2f} times what was expected"
     return f"{name} {'-' if value < 0 else ''}{seconds(abs(value))}"

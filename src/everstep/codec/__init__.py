@@ -11,14 +11,14 @@ Each module's docstring specifies its payload. Lengths and checksums are the bus
 from __future__ import annotations
 
 from everstep.codec.blocks import Blocks
-from everstep.codec.chooser import Chooser
+from everstep.codec.chooser import MIN_BYTES, Chooser
 from everstep.codec.contract import BLOCKS, RAW, SIXTEEN, SPARSE, Bytes, Codec
 from everstep.codec.raw import Raw
 from everstep.codec.sixteen import Sixteen
 from everstep.codec.sparse import Sparse
 from everstep.errors import CodecError
 
-__all__ = ["BLOCKS", "CODECS", "RAW", "SIXTEEN", "SPARSE", "Bytes", "Chooser", "Codec", "decode"]
+__all__ = ["BLOCKS", "CODECS", "MIN_BYTES", "RAW", "SIXTEEN", "SPARSE", "Bytes", "Chooser", "Codec", "decode"]
 
 CODECS: dict[tuple[int, int], Codec] = {
     (codec.id, codec.version): codec for codec in (Raw(), Sixteen(), Sparse(), Blocks())

@@ -15,7 +15,8 @@ from everstep.codec.raw import Raw
 from everstep.codec.sixteen import BF16, FP16, Sixteen, flavour_of
 from everstep.codec.sparse import Sparse
 
-_MIN_BYTES = 64 * 1024  # below these a saving is shorter than the calls that make it
+MIN_BYTES = 64 * 1024
+"""Smaller pieces stay raw: a saving would be shorter than the calls that make it."""
 _MIN_FP16_BYTES = 1024 * 1024
 _SAMPLE_ELEMENTS = 256
 _RAWS_BEFORE_SKIPPING = 4
@@ -36,15 +37,22 @@ class Chooser:
     """
 
     def __init__(self) -> None:
+        self._tries = True
         self._raws_in_a_row: dict[int, int] = {}
         self._skips_left: dict[int, int] = {}
+
+    def try_codecs(self, tries: bool) -> None:
+        """Choose from here on, or leave all raw. What was known of tensors before a time without choosing is forgotten."""
+        if tries and not self._tries:
+            self._raws_in_a_row, self._skips_left = {}, {}
+        self._tries = tries
 
     def encode(self, key: int, raw: Bytes, itemsize: int, is_float32: bool) -> tuple[int, int, Bytes]:
         """Return (codec id, codec version, payload) for a piece of the tensor that `key` names.
 
         `raw` is only read. Of the raw codec the payload is `raw` itself, uncopied; of the others it is new.
         """
-        if raw.size < _MIN_BYTES:
+        if raw.size < MIN_BYTES or not self._tries:
             return _RAW.id, _RAW.version, raw
         skips_left = self._skips_left.get(key, 0)
         if skips_left:

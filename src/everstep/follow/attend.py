@@ -10,6 +10,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch.optim import Optimizer
@@ -25,6 +26,7 @@ from everstep.store.log import DiskPlace, LogWriter, OpenFrame
 from everstep.store.retention import Retention
 from everstep.store.runs import RunPath
 from everstep.store.segments import FrameEntry
+from everstep.tune.averages import BaseMade
 
 ON_LAG = ("spill", "wait")
 LAG_BYTES = 2 << 30
@@ -201,6 +203,12 @@ class ShadowKeeper(Keeper):
             why = "the shadow lags"  # or hangs: the log must not grow for ever
         return why
 
+    def keep(self, interval: int, policy: Retention) -> None:
+        super().keep(interval, policy)
+        for talk in self._talks:
+            if isinstance(talk, LocalShadow):
+                talk.set_interval(interval)
+
     def base_done(self, step: int, log_bytes: int) -> None:
         """The trainer has written a base."""
         super().base_done(step, log_bytes)
@@ -326,10 +334,16 @@ class ShadowKeeper(Keeper):
                 talk.wake()  # what all have received may be more now
         self._wake_writer()
 
-    def heard_base(self, step: int) -> None:
+    def base_begins(self) -> None:
+        if self.tuned is not None:
+            self._todo.put(partial(self.tuned.base_begins, self.tuned.counters()))
+
+    def heard_base(self, step: int, made: BaseMade | None) -> None:
         self._follower_bases += 1
         self.base_step = max(self.base_step, step)
         self._todo.put("retain")
+        if self.tuned is not None and made is not None:
+            self._todo.put(partial(self.tuned.base_made, made, self.tuned.counters()))
 
     def heard_mismatch(self, text: str) -> None:
         self._mismatch = text

@@ -78,7 +78,7 @@ class Keeper:
         self.tuned: Tuned | None = None
         self._closed = False
         self._kept = threading.Lock()
-        self._todo: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._todo: queue.SimpleQueue[str | Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = background.start(self._run, "everstep-keep")
 
     # -- called by the run --------------------------------------------------------------------------------------------
@@ -151,8 +151,13 @@ class Keeper:
             "follower_bases": self._follower_bases,
             "follower_cpu_s": self._follower_cpu_s,
             "removed_bytes": self._removed_bytes,
-            "tuner": None if self.tuned is None else self.tuned.stats(),
+            "tuner": None if self.tuned is None else {**self.tuned.stats(), "paused": self._not_measured},
         }
+
+    @property
+    def _not_measured(self) -> str | None:
+        """Why nothing is tuned any more; None: it is."""
+        return "bases come from the trainer, which are not measured" if self._register is None else None
 
     @property
     def unprotected_since(self) -> int | None:
@@ -203,6 +208,9 @@ class Keeper:
             if job is None:
                 return
             try:
+                if callable(job):
+                    job()
+                    continue
                 if job == "compact" and not self._closed:
                     self._compact()
                 else:
@@ -221,7 +229,7 @@ class Keeper:
         assert process.stdin is not None and process.stdout is not None
         step = self._durable
         if self.tuned is not None:
-            self.tuned.base_begins()
+            self.tuned.base_begins(self.tuned.counters())
         try:
             process.stdin.write(json.dumps({"base": step}) + "\n")
             process.stdin.flush()
@@ -240,13 +248,12 @@ class Keeper:
             self.base_step = max(self.base_step, event["step"])
             self._retain()
             if self.tuned is not None:
-                self.tuned.base_made(
-                    BaseMade(
-                        num_bytes=event["num_bytes"], write_s=event["seconds"] - event["fold_s"],
-                        num_folded=event["num_folded"], fold_s=event["fold_s"], fold_cpu_s=event["fold_cpu_s"],
-                        num_cores=os.cpu_count() or 1,
-                    )
+                made = BaseMade(
+                    num_bytes=event["num_bytes"], write_s=event["seconds"] - event["fold_s"],
+                    num_folded=event["num_folded"], fold_s=event["fold_s"], fold_cpu_s=event["fold_cpu_s"],
+                    num_cores=os.cpu_count() or 1,
                 )  # fmt: skip
+                self.tuned.base_made(made, self.tuned.counters())
         elif event["event"] == "mismatch":
             self._mismatch = event["message"]
         elif event["event"] == "error" and not self._closed:

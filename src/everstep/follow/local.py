@@ -17,11 +17,12 @@ from everstep.errors import LinkError
 from everstep.follow import recover
 from everstep.follow.serve import OUTPUT, SOCKET, no_payload
 from everstep.follow.shadow import DISK, MEMORY
-from everstep.follow.talk import SEND_S, Conversation, Subject, Trainer
+from everstep.follow.talk import NOTHING, SEND_S, Conversation, Subject, Trainer
 from everstep.link import addresses
 from everstep.link.messages import Ack, Resume, Welcome
 from everstep.link.sockets import Channel
 from everstep.store.segments import FrameEntry
+from everstep.tune.averages import BaseMade
 
 MAX_SHADOWS = 5
 """In a row that died without having folded a step."""
@@ -47,6 +48,20 @@ class LocalShadow(Conversation):
         """Of shadows in a row that never folded anything."""
         self._folded_before, self._pid_before = -1, self.pid
         """Of the shadow to which the connection was lost."""
+        self._base_folded = NOTHING
+        """What it had said of folding when there was a base last."""
+        self._wrote = False
+        """It has just ended writing one; else that base is the trainer's."""
+
+    def set_interval(self, steps: int) -> None:
+        """From now on it writes a base every so many steps. Any thread."""
+        self._interval = steps
+        self._messages.put(self._resume(self.subject.resume_step))
+        self.wake()
+
+    def _resume(self, step: int) -> Resume:
+        interval = 0 if self.waits else self._interval  # shadows of several ranks must all write bases of the same steps
+        return Resume(self.subject.generation, self.subject.timeline, step, interval)
 
     def _connect(self) -> Channel | None:
         """A connection to the shadow that is there, or to a new one."""
@@ -138,10 +153,22 @@ class LocalShadow(Conversation):
     def _heard_progress(self, ack: Ack) -> None:
         if ack.folded >= 0:
             self._deaths = 0
+        if ack.writing and not self.progress.writing:
+            self.trainer.base_begins()
+        self._wrote = self.progress.writing and not ack.writing
         super()._heard_progress(ack)
 
     def _heard_base(self, step: int) -> None:
-        self.trainer.heard_base(step)
+        now, before = self.progress, self._base_folded
+        if now.num_folded < before.num_folded:
+            before = NOTHING  # another process
+        self._base_folded = now
+        made = BaseMade(
+            num_bytes=now.base_bytes, write_s=now.base_us / 1e6, num_folded=now.num_folded - before.num_folded,
+            fold_s=(now.fold_us - before.fold_us) / 1e6, fold_cpu_s=(now.fold_cpu_us - before.fold_cpu_us) / 1e6,
+            num_cores=os.cpu_count() or 1,
+        )  # fmt: skip
+        self.trainer.heard_base(step, made if self._wrote else None)
 
     def _lost(self, e: Exception) -> None:
         """The connection is gone: is the shadow?"""
@@ -161,7 +188,7 @@ class LocalShadow(Conversation):
             self._it_died()
         self._folded_before = -1
         if self.trainer.base_step > self.subject.resume_step:
-            self._messages.put(Resume(self.subject.generation, self.subject.timeline, self.trainer.base_step))
+            self._messages.put(self._resume(self.trainer.base_step))
 
     def _it_died(self) -> None:
         folded, base = self._folded_before, self.trainer.base_step

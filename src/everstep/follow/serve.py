@@ -251,7 +251,7 @@ class Server:
                 self._keep_share(client)
             elif client.share is None:
                 self._keep_share(client)
-            shadow.resume(message.timeline, message.generation, message.step)
+            shadow.resume(message.timeline, message.generation, message.step, message.interval)
         elif isinstance(message, Close):
             channel.send(Bye(), timeout=_TELL_S)
             if message.finish:
@@ -288,7 +288,10 @@ class Server:
         message: Message
         if kind in ("progress", "received"):
             p: Progress = value
-            message = Ack(p.received, p.folded, p.base, p.durable, p.proven)
+            message = Ack(
+                p.received, p.folded, p.base, p.durable, p.proven, p.writing, p.base_bytes, int(p.base_s * 1e6),
+                p.num_folded, int(p.fold_s * 1e6), int(p.fold_cpu_s * 1e6),
+            )  # fmt: skip
         elif kind == "mismatch":
             message = Mismatch(*value)
         elif kind == "needs base":

@@ -60,6 +60,15 @@ class Progress:
     durable: int = -1
     """On this host's disk: the last step of the log that is kept there, or of the newest base."""
     proven: int = -1
+    writing: bool = False
+    """A base, now."""
+    base_bytes: int = 0
+    """Of the last one that this process has written, and what that took."""
+    base_s: float = 0.0
+    num_folded: int = 0
+    """Steps, by this process, and what they took in all."""
+    fold_s: float = 0.0
+    fold_cpu_s: float = 0.0
 
 
 @dataclass
@@ -221,9 +230,16 @@ class Shadow:
         self._since = time.monotonic()
         self.do(self._read_the_rest)
 
-    def resume(self, timeline: int, generation: int, step: int) -> None:
-        """A trainer goes on from this step in this generation, or has written a base of it."""
-        self.do(lambda: self._resume(timeline, generation, step))
+    def resume(self, timeline: int, generation: int, step: int, interval: int = 0) -> None:
+        """A trainer goes on from this step in this generation, or has written a base of it; it wants a base every `interval`
+        steps, if it says so."""
+
+        def job() -> None:
+            if interval and generation >= self.generation:
+                self._interval = interval
+            self._resume(timeline, generation, step)
+
+        self.do(job)
 
     def hand_out(self, step: int = -1) -> Handout:
         """The newest state, or that of a step which all shadows have. Waits for the fold that is under way."""
@@ -417,11 +433,15 @@ class Shadow:
         check_chain(frames)
         self._read_in_place(frames)
         before = held.step
+        begun, begun_cpu = time.perf_counter(), time.thread_time()
         try:
             bad = held.fold(frames, self._fingerprint)
         except StorageError:
             self._forget()  # it may be half of a step further
             raise
+        self.progress.num_folded += len(entries)
+        self.progress.fold_s += time.perf_counter() - begun
+        self.progress.fold_cpu_s += time.thread_time() - begun_cpu
         last = entries[-1].step
         if bad:
             self._forget()
@@ -562,7 +582,15 @@ class Shadow:
         held = self._held
         if held is None or held.step is None or held.step == self.progress.base:
             return
-        manifest = held.write_base(direct=files.supports_direct(self.path.bases(self.timeline)))
+        self.progress.writing = True
+        self.tell("progress", self.progress)
+        begun = time.perf_counter()
+        try:
+            manifest = held.write_base(direct=files.supports_direct(self.path.bases(self.timeline)))
+        finally:
+            self.progress.writing = False
+        self.progress.base_s = time.perf_counter() - begun
+        self.progress.base_bytes = sum(t.num_bytes for t in manifest.tensors)
         self.progress.base = max(self.progress.base, manifest.step)
         self.progress.durable = max(self.progress.durable, manifest.step)
         self._sweep()

@@ -33,6 +33,7 @@ from everstep.link.sockets import Channel
 from everstep.store.log import OpenFrame
 from everstep.store.runs import RunPath, describe_writer
 from everstep.store.segments import FrameEntry
+from everstep.tune.averages import BaseMade
 
 SEND_S = 5.0
 _RETRY_S = 0.1
@@ -91,8 +92,12 @@ class Trainer(Protocol):
         """Its progress has changed, or it is connected, or not any more."""
         ...
 
-    def heard_base(self, step: int) -> None:
-        """A shadow has written a base into the run's folder."""
+    def base_begins(self) -> None:
+        """A shadow of this host has begun to write a base."""
+        ...
+
+    def heard_base(self, step: int, made: BaseMade | None) -> None:
+        """There is a base in the run's folder, and what that took, if a shadow of this host has written it."""
         ...
 
     def heard_mismatch(self, text: str) -> None: ...
@@ -157,7 +162,7 @@ class Conversation:
 
     def base_done(self, step: int) -> None:
         """The trainer has written a base."""
-        self._messages.put(Resume(self.subject.generation, self.subject.timeline, step))
+        self._messages.put(self._resume(step))
         self.wake()
 
     def never_stored(self, last: int) -> None:
@@ -204,7 +209,7 @@ class Conversation:
                 self._messages.get_nowait()  # where things stand is said anew
         self._announced = self._told_watermark = -1
         self._before_resume(channel, welcome)
-        channel.send(Resume(subject.generation, subject.timeline, subject.resume_step), timeout=SEND_S)
+        channel.send(self._resume(subject.resume_step), timeout=SEND_S)
 
     def _converse(self, channel: Channel) -> None:
         while True:
@@ -283,6 +288,10 @@ class Conversation:
                     if isinstance(received.message, Bye):
                         self._said_goodbye = True
                         return
+
+    def _resume(self, step: int) -> Resume:
+        """Training goes on from this step, or there is a base of it."""
+        return Resume(self.subject.generation, self.subject.timeline, step)
 
     # -- what differs -------------------------------------------------------------------------------------------------
 

@@ -1,6 +1,8 @@
 """In the trainer: feeds the tuner with what bases and the steps between them cost, and keeps what it decides in the run.
 
 All of this happens in the keeper's thread, when a base begins and when it is there. The training thread has no part in it.
+In delta mode the follower folds all steps since the last base while it makes one; a shadow has folded them as they came, and
+only writes.
 """
 
 from __future__ import annotations
@@ -37,13 +39,17 @@ class Ground:
     """A second; None: from the run's own restarts."""
     memory_bytes: float
     segment_bytes: float
+    keeps_log: bool = False
+    """A shadow would keep the log on disk too."""
 
-    def measured(self, averages: Averages, document: TuningDocument, up_s: float) -> Measured:
+    def measured(self, averages: Averages, document: TuningDocument, up_s: float, setting: Setting) -> Measured:
+        """`setting`: the one under which the newest averages were taken."""
         rate = self.failure_rate
         return averages.measured(
             failure_rate=estimated_rate(document.num_failures, document.up_s + up_s) if rate is None else rate,
             memory_bytes=self.memory_bytes, segment_bytes=self.segment_bytes, copy_bytes_s=COPY_BYTES_S,
-            contention=contention_of(torch.get_num_threads() * num_local_ranks(), num_cores()),
+            contention=contention_of(torch.get_num_threads() * num_local_ranks(), num_cores()), setting=setting,
+            keeps_log=self.keeps_log,
         )  # fmt: skip
 
 
@@ -67,7 +73,9 @@ class Tuned:
     ) -> None:  # fmt: skip
         """`setting` is where a run begins that has decided nothing yet; `apply` puts one into force; `mode` is what
         choose_mode() decided, if it was asked."""
-        self._path, self._ground, self._counters, self._apply = path, ground, counters, apply
+        self._path, self._ground, self._apply = path, ground, apply
+        self.counters = counters
+        """Where the run's stand now. Any thread."""
         self._begun = time.monotonic()
         self._before_s = 0.0
         document = read(path)
@@ -77,12 +85,12 @@ class Tuned:
         document.generation, document.closed = generation, False
         self._averages = Averages(document.averages)
         bases, last = setting.bases, last_setting(document)
-        stays = mode is None or (last is not None and mode.setting.mode == last.mode == "delta")
+        stays = mode is None or (last is not None and mode.setting.mode == last.mode)
         goes_on = last if stays or mode is None else mode.setting
         if goes_on is not None and goes_on.mode == setting.mode:
             setting = goes_on if max_batch > 1 else replace(goes_on, batch_steps=setting.batch_steps)
         apply(setting)
-        self._tuner = Tuner(setting, ground.limits, bases=bases, max_batch=max_batch)
+        self._tuner = Tuner(setting, ground.limits, modes=(setting.mode,), bases=bases, max_batch=max_batch)
         if mode is not None and not stays:
             changed = setting != last
             self._keep(Verdict(step=counters().step, changed=changed, decision=replace(mode, setting=setting)))
@@ -96,20 +104,25 @@ class Tuned:
         """This generation began with loading a state and replaying so many steps."""
         self._averages.recovered(seconds, num_steps)
 
-    def base_begins(self) -> None:
-        now = self._counters()
+    def fetched(self, seconds: float) -> None:
+        """This generation began with taking a state from a shadow of this host."""
+        self._averages.fetched(seconds)
+
+    def base_begins(self, now: Counters) -> None:
+        setting = self._tuner.setting
         if self._mark is not None:
-            self._averages.quiet(self._mark, now, self._tuner.setting.batch_steps)
+            self._averages.quiet(self._mark, now, setting.batch_steps, in_memory=setting.mode == "shadow")
         self._mark, self._base = None, now
 
-    def base_made(self, made: BaseMade) -> None:
+    def base_made(self, made: BaseMade, now: Counters) -> None:
         """Learn from it, and decide."""
-        now = self._counters()
         if self._base is not None:
             self._averages.base(self._base, now, made)
         self._mark, self._base = now, None
-        measured = self._ground.measured(self._averages, self._document, self._up_s()) if self._averages.ready() else None
-        verdict = None if measured is None else self._tuner.at_base(now.step, self._averages, measured)
+        verdict = None
+        if self._averages.ready():
+            measured = self._ground.measured(self._averages, self._document, self._up_s(), self._tuner.setting)
+            verdict = self._tuner.at_base(now.step, self._averages, measured)
         if verdict is not None:
             self._keep(verdict)
             if verdict.changed:
@@ -173,7 +186,7 @@ def choose_mode(path: RunPath, ground: Ground, bases: int) -> Decision | None:
     averages, last = Averages(document.averages), last_setting(document)
     if not averages.ready() or last is None:
         return None
-    measured = ground.measured(averages, document, 0.0)
+    measured = ground.measured(averages, document, 0.0, last)
     stay, best = (choose(measured, ground.limits, modes=modes, bases=bases) for modes in ((last.mode,), ("delta", "shadow")))
     worth = is_worth(best.cost.goodput, stay.cost.goodput) or len(best.broken) < len(stay.broken)
     return best if worth else stay

@@ -120,22 +120,36 @@ class Share(msgspec.Struct, frozen=True, tag=str.lower):
     interval: Count
 
 
-class Resume(msgspec.Struct, frozen=True, tag=str.lower):
-    """The trainer goes on from this step in a new generation."""
+class Resume(msgspec.Struct, frozen=True, tag=str.lower, omit_defaults=True):
+    """The trainer goes on from this step in a new generation.
+
+    Interval: it wants a base every so many steps from here on; 0: as it was.
+    """
 
     generation: Count
     timeline: Count
     step: Step
+    interval: Count = 0
 
 
-class Ack(msgspec.Struct, frozen=True, tag=str.lower):
-    """How far the shadow is: greatest step received, folded, in a base, durable on its disk, proven by audit."""
+class Ack(msgspec.Struct, frozen=True, tag=str.lower, omit_defaults=True):
+    """How far the shadow is: greatest step received, folded, in a base, durable on its disk, proven by audit.
+
+    And what that took: whether a base is being written; bytes and microseconds of the last one; steps that were folded in
+    all, in how many microseconds, and how much of that was processor time.
+    """
 
     received: Step
     folded: Step
     base: Step
     durable: Step
     proven: Step
+    writing: bool = False
+    base_bytes: Count = 0
+    base_us: Count = 0
+    num_folded: Count = 0
+    fold_us: Count = 0
+    fold_cpu_us: Count = 0
 
 
 class Resend(msgspec.Struct, frozen=True, tag=str.lower):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 
-from everstep.tune.model import Codec, Measured
+from everstep.tune.model import AUTO, RAW, Codec, Measured, Setting
 
 WEIGHT = 0.3
 """Of a new value in an average, once there are a few."""
@@ -20,6 +20,28 @@ PRIOR_S = 86400.0
 
 READ_SHARE = 1 / 3
 """Of what the writer takes for a frame, to read it: by all cores, without encoding or copying."""
+
+
+@dataclass(kw_only=True)
+class Spent:
+    """What the writer thread has done with the pieces of tensors that a codec could make smaller."""
+
+    tried_frames: int = 0
+    """In which lossless codecs were tried."""
+    choose_s: float = 0.0
+    """In choosing and encoding …"""
+    choose_cpu_s: float = 0.0
+    """… of which this was processor time."""
+    saved_bytes: int = 0
+    """By them."""
+    put_bytes: int = 0
+    """Put into the log …"""
+    put_s: float = 0.0
+    put_cpu_s: float = 0.0
+    """… of which this was processor time."""
+
+    def since(self, begun: Spent) -> Spent:
+        return Spent(**{each.name: getattr(self, each.name) - getattr(begun, each.name) for each in fields(self)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +61,7 @@ class Counters:
     sync_s: float
     background_s: float = 0.0
     """Processor time of the threads that write and hash."""
+    spent: Spent = field(default_factory=Spent)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +98,8 @@ class Averages:
     def kept(self) -> dict[str, tuple[float, int]]:
         return dict(self._values)
 
-    def quiet(self, begun: Counters, ended: Counters, batch_steps: int) -> None:
-        """Between two bases: what steps and their frames cost."""
+    def quiet(self, begun: Counters, ended: Counters, batch_steps: int, *, in_memory: bool = False) -> None:
+        """Between two bases: what steps and their frames cost. `in_memory`: the log was, so this tells nothing of disks."""
         steps = ended.step - begun.step
         if steps < 1:
             return
@@ -85,6 +108,7 @@ class Averages:
             for name in ("trained_s", "waited_s", "hook_s", "sync_s", "background_s")
         )
         write_s = max((ended.write_s - begun.write_s) / steps - sync_s, 0.0)
+        spent = ended.spent.since(begun.spent)
         # Waiting for a writer that cannot keep up is the model's own business; only what is beyond that is a sync's.
         backlog_s = max(write_s + sync_s - (step_s - waited_s - hook_s), 0.0)
         self.add("step_s", step_s)
@@ -92,9 +116,20 @@ class Averages:
         self.add("hook_s", hook_s)
         self.add("background_s", background_s)
         self.add("frame_bytes", (ended.log_bytes - begun.log_bytes) / steps)
-        self.add("write_s", write_s)
-        self.add("sync_s", sync_s * batch_steps)
-        self.add("batch_stall_s", max(waited_s - backlog_s, 0.0) * batch_steps)
+        self.add("raw_bytes", (ended.log_bytes - begun.log_bytes + spent.saved_bytes) / steps)
+        self.add("other_s", max(write_s - (spent.choose_s + spent.put_s) / steps, 0.0))
+        self.add("other_cpu_s", max(background_s - (spent.choose_cpu_s + spent.put_cpu_s) / steps, 0.0))
+        if spent.tried_frames:
+            self.add("choose_s", spent.choose_s / spent.tried_frames)
+            self.add("choose_cpu_s", spent.choose_cpu_s / spent.tried_frames)
+            self.add("saved_bytes", spent.saved_bytes / spent.tried_frames)
+        if spent.put_bytes:
+            self.add("memory_byte_s" if in_memory else "byte_s", spent.put_s / spent.put_bytes)
+            self.add("byte_cpu_s", spent.put_cpu_s / spent.put_bytes)
+        if not in_memory:
+            self.add("write_s", write_s)
+            self.add("sync_s", sync_s * batch_steps)
+            self.add("batch_stall_s", max(waited_s - backlog_s, 0.0) * batch_steps)
 
     def base(self, begun: Counters, ended: Counters, made: BaseMade) -> None:
         """While a base was made: how much longer its steps took than those of quiet times. Noise may be below zero, and is
@@ -132,27 +167,66 @@ class Averages:
         """Whether enough was seen for an opinion."""
         return min(self.count("step_s"), self.count("base_stall_s"), self.count("fold_s")) >= 2
 
+    def fetched(self, seconds: float) -> None:
+        """A state was taken from a shadow of this host."""
+        self.add("fetch_s", seconds)
+
     def measured(
         self, *, failure_rate: float, memory_bytes: float, segment_bytes: float, copy_bytes_s: float,
-        contention: float = 0.0,
+        contention: float = 0.0, setting: Setting | None = None, keeps_log: bool = False,
     ) -> Measured:  # fmt: skip
-        """What the model wants to know; a shadow's state is had at `copy_bytes_s`."""
-        write_s = max(self.get("write_s"), 1e-9)
-        delays_s = self.get("waited_s") + self.get("hook_s") + contention * self.get("background_s")
+        """What the model wants to know; unless that was measured, a shadow's state and frames go at `copy_bytes_s`.
+        `setting`: the one in force."""
+        setting = setting or Setting()
+        folds_always = setting.mode == "shadow"
+        background_s = self.get("background_s") + (self.get("fold_s") if folds_always else 0.0)
+        delays_s = self.get("waited_s") + self.get("hook_s") + contention * background_s
         step_s = max(self.get("step_s") - delays_s, 1e-6)
-        folding_s = contention * self.get("fold_s") * self.get("folded")  # while a base is made; the model counts it by step
-        frame_bytes, (load_s, replay_s) = self.get("frame_bytes"), self._recovery()
+        # A lazy follower folds while a base is made; the model counts that by step.
+        folding_s = 0.0 if folds_always else contention * self.get("fold_s") * self.get("folded")
+        load_s, replay_s = self._recovery()
+        codecs, disk_bytes_s = self._codecs(setting.codec)
+        ship_s = self.get("memory_byte_s")
         return Measured(
-            step_s=step_s, state_bytes=self.get("state_bytes"), codecs=(Codec(name="auto", frame_bytes=frame_bytes),),
-            disk_bytes_s=max(frame_bytes, 1.0) / write_s, sync_s=self.get("sync_s"), base_s=self.get("base_s"),
-            load_s=load_s, replay_s=replay_s, fold_s=self.get("fold_s"),
-            fetch_s=self.get("state_bytes") / copy_bytes_s, ship_bytes_s=copy_bytes_s,
+            step_s=step_s, state_bytes=self.get("state_bytes"), codecs=codecs, disk_bytes_s=disk_bytes_s,
+            sync_s=self.get("sync_s"), base_s=self.get("base_s"),
+            load_s=load_s, replay_s=replay_s, fold_s=self.get("fold_s"), keeps_log=keeps_log,
+            fetch_s=self.get("fetch_s", self.get("state_bytes") / copy_bytes_s),
+            ship_bytes_s=1 / ship_s if ship_s else copy_bytes_s,
             hook_s=self.get("hook_s"), batch_stall_s=self.get("batch_stall_s"),
             base_stall_s=max(self.get("base_stall_s") - folding_s, INTERFERENCE * self.get("base_s")),
             failure_rate=failure_rate,
-            memory_bytes=memory_bytes, segment_bytes=segment_bytes, background_s=self.get("background_s"),
-            contention=contention,
+            memory_bytes=memory_bytes, segment_bytes=segment_bytes, contention=contention,
+            background_s=self.get("other_cpu_s", self.get("background_s")),
         )  # fmt: skip
+
+    def _codecs(self, in_force: str) -> tuple[tuple[Codec, ...], float]:
+        """What frames cost with lossless codecs and without, and the bytes a second of the disk.
+
+        One of them was measured; the other would put more or fewer bytes into the log, and choose or not. A sync is taken to
+        take as long as its bytes are many, which is too long for raw frames where it is not so.
+        """
+        raw_bytes = self.get("raw_bytes", self.get("frame_bytes"))
+        sizes = {AUTO: max(raw_bytes - self.get("saved_bytes"), 0.0), RAW: raw_bytes}
+        byte_s, now_bytes = self.get("byte_s"), max(sizes[in_force], 1.0)
+        other_s = self.get("other_s")
+        if not byte_s:  # all pieces are small, or the log has been in memory only: then a base tells of the disk
+            took_s, num_bytes = self.get("write_s"), self.get("frame_bytes")
+            if not took_s:
+                took_s, num_bytes = self.get("base_s"), self.get("state_bytes")
+            else:
+                other_s = 0.0
+            byte_s = max(took_s, 1e-9) / max(num_bytes, 1.0)
+        folding_s = self.get("fold_by_all_s", self.get("fold_s"))
+        replaying_s = {name: max(folding_s, READ_SHARE * byte_s * size, 1e-9) for name, size in sizes.items()}
+        return tuple(
+            Codec(
+                name=name, frame_bytes=size, encode_s=other_s + chooses * self.get("choose_s"),
+                background_s=chooses * self.get("choose_cpu_s") + self.get("byte_cpu_s") * size,
+                sync=max(size, 1.0) / now_bytes, replay=replaying_s[name] / replaying_s[in_force],
+            )
+            for name, size, chooses in ((AUTO, sizes[AUTO], 1), (RAW, sizes[RAW], 0))
+        ), 1 / byte_s  # fmt: skip
 
 
 def contention_of(num_threads: int, num_cores: int) -> float:

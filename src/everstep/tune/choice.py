@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from everstep.errors import UsageError
-from everstep.tune.model import FOLLOWER_SHARE, MODES, Codec, Cost, Limits, Measured, Setting, cost_of, costs
+from everstep.tune.model import AUTO, FOLLOWER_SHARE, MODES, RAW, Codec, Cost, Limits, Measured, Setting, cost_of, costs
 
 MAX_INTERVAL = 100_000
 MAX_BATCH = 1024
@@ -120,9 +120,11 @@ def _edges(measured: Measured, limits: Limits) -> Array:
     if limits.max_overhead is not None:
         found.append(np.ceil(measured.base_stall_s / (limits.max_overhead * measured.step_s)))
         found.append(np.ceil(measured.live_stall_s / (limits.max_overhead * measured.step_s)))
-    if limits.max_recovery_s is not None and measured.replay_s:
-        age = (limits.max_recovery_s - measured.load_s) / measured.replay_s - measured.base_s / measured.step_s
-        found.append(np.floor(age / (1 + measured.fold_s / measured.step_s)))
+    for codec in measured.codecs:
+        replay_s = codec.replay * measured.replay_s
+        if limits.max_recovery_s is not None and replay_s:
+            age = (limits.max_recovery_s - measured.load_s) / replay_s - measured.base_s / measured.step_s
+            found.append(np.floor(age / (1 + measured.fold_s / measured.step_s)))
     return np.array([value for value in found if 1 <= value <= MAX_INTERVAL])
 
 
@@ -168,6 +170,7 @@ def _reason(measured: Measured, limits: Limits, setting: Setting, free: Setting)
     parts = [_why_mode(measured, setting), _why_interval(measured, setting)]
     if setting.mode == "delta":
         parts.append(_why_batch(measured, setting))
+    parts.append(_why_codec(measured, setting))
     missed = broken(measured, limits, setting)
     if missed:
         parts.append(f"no setting keeps within {' and '.join(missed)}: this comes nearest")
@@ -188,6 +191,8 @@ def _why_interval(m: Measured, setting: Setting) -> str:
     cost = cost_of(m, setting)
     if setting.mode == "snapshot":
         return f"{text}: each stalls training for {seconds(m.live_stall_s)}, a failure loses {seconds(cost.lost_s)} of work"
+    if setting.mode == "shadow" and m.keeps_log:
+        return f"{text}: each costs training {seconds(m.base_stall_s)}, and only after loss of the host is the log replayed"
     if setting.mode == "shadow":
         lost = "both hosts at once" if m.elsewhere else "the host"
         return f"{text}: each costs training {seconds(m.base_stall_s)}, and only loss of {lost} needs one"
@@ -200,15 +205,32 @@ def _why_batch(m: Measured, setting: Setting) -> str:
     if setting.batch_steps == 1:
         return "a sync every step: waiting for more would gain less than a failure costs"
     codec = m.codec(setting.codec)
-    slow = codec.encode_s + codec.frame_bytes / m.disk_bytes_s + m.sync_s > m.step_s
+    slow = codec.encode_s + codec.frame_bytes / m.disk_bytes_s + codec.sync * m.sync_s > m.step_s
     why = "the disk cannot sync every step in time" if slow else f"a sync stalls training for {seconds(m.batch_stall_s)}"
     return f"a sync every {setting.batch_steps} steps: {why}"
+
+
+def _why_codec(m: Measured, setting: Setting) -> str:
+    """Empty where there is no choice, or none that was measured."""
+    known = {codec.name: codec for codec in m.codecs}
+    if setting.mode == "snapshot" or not {AUTO, RAW} <= set(known):
+        return ""
+    auto, raw = known[AUTO], known[RAW]
+    saved_bytes, takes_s = raw.frame_bytes - auto.frame_bytes, auto.encode_s - raw.encode_s
+    if saved_bytes <= 0 and takes_s <= 0:
+        return ""
+    told = f"{saved_bytes / 1e6:.3g} MB of the {raw.frame_bytes / 1e6:.3g} MB of a frame for {seconds(takes_s)} of work"
+    if setting.codec == RAW:
+        return f"frames as they are: lossless codecs would save only {told}"
+    return f"lossless codecs, which save {told}"
 
 
 def describe(setting: Setting) -> str:
     """A setting in a few words."""
     text = f"mode {setting.mode}, a base every {setting.base_interval} steps"
-    return text if setting.mode != "delta" else f"{text}, a sync every {setting.batch_steps}"
+    if setting.mode == "delta":
+        text += f", a sync every {setting.batch_steps}"
+    return f"{text}, frames as they are" if setting.codec == RAW else text
 
 
 def seconds(value: float) -> str:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,8 @@ import numpy as np
 from everstep.errors import UsageError
 
 MODES = ("delta", "shadow", "snapshot")
+AUTO, RAW = "auto", "raw"
+"""Of a run's frames: lossless codecs are tried, or not."""
 MAX_LAG = 4
 """In base intervals: if there has been no base for so long, the trainer takes one (see follow.keeper)."""
 FOLLOWER_SHARE = 0.5
@@ -44,7 +47,13 @@ class Codec:
     name: str
     frame_bytes: float
     encode_s: float = 0.0
-    """Of the writer thread, for one frame."""
+    """Of the writer thread, for one frame, beside writing its bytes."""
+    background_s: float = 0.0
+    """Processor time, for one frame, beside Measured.background_s."""
+    sync: float = 1.0
+    """A sync of such frames takes so many times Measured.sync_s …"""
+    replay: float = 1.0
+    """… and replaying one at recovery so many times Measured.replay_s."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +83,8 @@ class Measured:
     """The way to the shadow: memory, or a network."""
     elsewhere: bool = False
     """Whether the shadow is on another host, and outlives this one."""
+    keeps_log: bool = False
+    """Whether the shadow keeps the log on disk too: then loss of its host loses no more than delta mode would."""
     hook_s: float = 0.0
     """The training thread's own part in saving a step, whatever is set."""
     batch_stall_s: float = 0.0
@@ -100,7 +111,7 @@ class Measured:
     def __post_init__(self) -> None:
         for each in fields(self):
             value = getattr(self, each.name)
-            if each.name in ("codecs", "elsewhere"):
+            if each.name in ("codecs", "elsewhere", "keeps_log"):
                 continue
             if not isinstance(value, int | float) or math.isnan(value) or value < 0:
                 raise UsageError(f"{each.name} must be a number from 0 on, not {value!r}")
@@ -113,8 +124,9 @@ class Measured:
         for name in ("host_share", "contention"):
             if getattr(self, name) > 1:
                 raise UsageError(f"{name} must be from 0 to 1, a part of a whole, not {getattr(self, name)}")
-        if not self.codecs or any(not c.frame_bytes >= 0 or not c.encode_s >= 0 for c in self.codecs):
-            raise UsageError("there must be a codec, and its bytes and seconds must be numbers from 0 on")
+        told = [getattr(codec, each.name) for codec in self.codecs for each in fields(codec) if each.name != "name"]
+        if not told or not all(value >= 0 for value in told):
+            raise UsageError("there must be a codec, and its bytes, seconds and ratios must be numbers from 0 on")
 
     def codec(self, name: str) -> Codec:
         """UsageError if it was not measured."""
@@ -151,7 +163,9 @@ class Setting:
     """F: steps from base to base."""
     batch_steps: int = 1
     """B: steps a sync."""
-    codec: str = "auto"
+    codec: str = AUTO
+    """`auto`: of what loses no bit, the smallest for each piece of a tensor; `raw`: frames as they are. Never a lossy one:
+    that would be another training."""
     bases: int = 2
     """So many of the newest stay."""
 
@@ -198,24 +212,26 @@ def costs(measured: Measured, mode: str, codec: Codec, interval: Number, batch: 
 
 
 def _delta(m: Measured, codec: Codec, interval: Number, batch: Number, bases: int) -> Cost:
-    write_s = codec.encode_s + codec.frame_bytes / m.disk_bytes_s
-    waiting = np.maximum(write_s + m.sync_s / batch - m.step_s, 0.0) / m.step_s
-    stalls_s = m.hook_s + shared_s(m) + m.base_stall_s / interval + m.batch_stall_s / batch
+    write_s, sync_s = codec.encode_s + codec.frame_bytes / m.disk_bytes_s, codec.sync * m.sync_s
+    replay_s = codec.replay * m.replay_s
+    waiting = np.maximum(write_s + sync_s / batch - m.step_s, 0.0) / m.step_s
+    stalls_s = m.hook_s + shared_s(m, codec) + m.base_stall_s / interval + m.batch_stall_s / batch
     overhead = stalls_s / m.step_s + waiting
     step_s = m.step_s * (1 + overhead)
     making_s = interval * m.fold_s + m.base_s  # the follower folds when it is asked for a base
     between = np.minimum(np.maximum(interval, making_s / step_s), MAX_LAG * interval)
     late = np.minimum(making_s / step_s, MAX_LAG * interval)
-    stored_s = write_s + m.sync_s
+    stored_s = write_s + sync_s
     worst_age = between + late
+    recovery_s = m.load_s + replay_s * (between / 2 + late)
     return Cost(
         overhead=overhead,
         lost_s=batch * step_s / 2 + stored_s,
-        recovery_s=m.load_s + m.replay_s * (between / 2 + late),
-        worst_recovery_s=m.load_s + m.replay_s * worst_age,
+        recovery_s=recovery_s,
+        worst_recovery_s=m.load_s + replay_s * worst_age,
         kept_bytes=(bases + 1) * m.state_bytes + codec.frame_bytes * ((bases - 1) * between + worst_age) + m.segment_bytes,
         memory_bytes=batch * codec.frame_bytes + 0 * interval,
-        goodput=_goodput(m, overhead, [(1.0, batch * step_s, stored_s, m.load_s + m.replay_s * (between / 2 + late))]),
+        goodput=_goodput(m, overhead, [(1.0, batch * step_s, stored_s, recovery_s)]),
         keeps_up=_keeps_up(m, step_s, interval),
     )
 
@@ -223,16 +239,25 @@ def _delta(m: Measured, codec: Codec, interval: Number, batch: Number, bases: in
 def _shadow(m: Measured, codec: Codec, interval: Number, bases: int) -> Cost:
     ship_s = codec.encode_s + codec.frame_bytes / m.ship_bytes_s
     waiting = max(ship_s - m.step_s, m.fold_s - m.step_s, 0.0) / m.step_s
-    overhead = (m.hook_s + shared_s(m, elsewhere=m.elsewhere) + m.base_stall_s / interval) / m.step_s + waiting
+    shared = shared_s(m, codec, elsewhere=m.elsewhere)
+    overhead = (m.hook_s + shared + m.base_stall_s / interval) / m.step_s + waiting
     step_s = m.step_s * (1 + overhead)
-    gone = shadow_loss(m)
-    kinds = [(1.0 - gone, step_s, ship_s, m.fetch_s), (gone, interval * step_s, m.base_s, m.load_s)]
+    gone, replay_s, log_bytes = shadow_loss(m), codec.replay * m.replay_s, 0.0
+    late = m.base_s / step_s  # steps until a base that is being written is there
+    lost = (gone, interval * step_s, m.base_s, m.load_s)
+    worst_s = m.load_s
+    if m.keeps_log:
+        lost = (gone, step_s, ship_s, m.load_s + replay_s * (interval / 2 + late))
+        worst_s = m.load_s + replay_s * (interval + late)
+        log_bytes = codec.frame_bytes * (bases * interval + late) + m.segment_bytes
+    kinds = [(1.0 - gone, step_s, ship_s, m.fetch_s), lost]
+    worst = [m.fetch_s] * (gone < 1) + [worst_s] * (gone > 0)
     return Cost(
         overhead=overhead,
         lost_s=sum(share * (between / 2 + stored) for share, between, stored, _ in kinds),
         recovery_s=sum(share * recovery for share, _, _, recovery in kinds) + 0 * interval,
-        worst_recovery_s=max(recovery for share, _, _, recovery in kinds if share > 0) + 0 * interval,
-        kept_bytes=(bases + 1) * m.state_bytes + 0 * interval,
+        worst_recovery_s=reduce(np.maximum, worst) + 0 * interval,
+        kept_bytes=(bases + 1) * m.state_bytes + log_bytes + 0 * interval,
         memory_bytes=m.state_bytes + FRAMES_IN_MEMORY * codec.frame_bytes + 0 * interval,
         goodput=_goodput(m, overhead, kinds),
         keeps_up=_keeps_up(m, step_s, interval),
@@ -245,10 +270,10 @@ def shadow_loss(m: Measured) -> float:
     return m.host_share**2 if m.elsewhere else m.host_share
 
 
-def shared_s(m: Measured, *, elsewhere: bool = False) -> float:
+def shared_s(m: Measured, codec: Codec, *, elsewhere: bool = False) -> float:
     """What training loses a step to background work; folding, which a follower does for every step, is a part of that unless
     it is done on another host."""
-    return m.contention * (m.background_s + (0.0 if elsewhere else m.fold_s))
+    return m.contention * (m.background_s + codec.background_s + (0.0 if elsewhere else m.fold_s))
 
 
 def snapshot_s(m: Measured) -> float:

@@ -51,7 +51,9 @@ class _Mechanics:
     mean_s: Array
     """Between failures."""
     only_bases: Array
-    """Part of the failures that leave nothing but bases."""
+    """Part of the failures that leave nothing but bases …"""
+    keeps_log: Array
+    """… and, where this is 1, the log on disk."""
 
 
 def simulate(cases: Sequence[tuple[Measured, Setting]], num_failures: int, seed: int) -> Outcome:
@@ -77,12 +79,13 @@ def simulate(cases: Sequence[tuple[Measured, Setting]], num_failures: int, seed:
         asked = np.floor((step + _steps_in(m, step, base, np.maximum(up_s - m.base_s, 0.0)) - base) / m.interval)
         new_base = base + np.where(up_s >= m.base_s, asked, 0.0) * m.interval
         only_bases = kind < m.only_bases
-        lasts = np.where(only_bases, new_base, step + stored)
+        lasts = np.where(only_bases & (m.keeps_log == 0), new_base, step + stored)
         lost += np.where(trains, step + done - lasts, 0.0)
         base = np.where(trains, np.minimum(new_base, lasts), base)
         step = np.where(trains, lasts, step)
         replayed = m.load_s + m.replay_s * (step - base)
-        back_s = np.where(only_bases, m.load_s, np.where(np.isfinite(m.fetch_s), m.fetch_s, replayed))
+        from_disk = only_bases | ~np.isfinite(m.fetch_s)  # of which nothing is replayed where only bases are left
+        back_s = np.where(from_disk, replayed, m.fetch_s)
         recovered_s += np.where(trains, back_s, 0.0)
         recoveries += trains
         # A failure during recovery: the same again.
@@ -116,14 +119,14 @@ def _mechanics_of(m: Measured, s: Setting) -> tuple[float, ...]:
     """In the order of _Mechanics."""
     codec = m.codec(s.codec)
     if s.mode == "delta":
-        write_s = codec.encode_s + codec.frame_bytes / m.disk_bytes_s
-        step_s = m.hook_s + shared_s(m) + max(m.step_s, write_s + m.sync_s / s.batch_steps)
+        write_s, sync_s = codec.encode_s + codec.frame_bytes / m.disk_bytes_s, codec.sync * m.sync_s
+        step_s = m.hook_s + shared_s(m, codec) + max(m.step_s, write_s + sync_s / s.batch_steps)
         batch, batch_stall_s, base_stall_s = s.batch_steps, m.batch_stall_s, m.base_stall_s
-        written_s, base_s = write_s + m.sync_s, s.base_interval * m.fold_s + m.base_s
+        written_s, base_s = write_s + sync_s, s.base_interval * m.fold_s + m.base_s
         fetch_s, only_bases = np.inf, 0.0
     elif s.mode == "shadow":
         ship_s = codec.encode_s + codec.frame_bytes / m.ship_bytes_s
-        step_s = m.hook_s + shared_s(m, elsewhere=m.elsewhere) + max(m.step_s, ship_s, m.fold_s)
+        step_s = m.hook_s + shared_s(m, codec, elsewhere=m.elsewhere) + max(m.step_s, ship_s, m.fold_s)
         batch, batch_stall_s, base_stall_s = 1, 0.0, m.base_stall_s
         written_s, base_s = ship_s, m.base_s
         fetch_s, only_bases = m.fetch_s, shadow_loss(m)
@@ -137,6 +140,6 @@ def _mechanics_of(m: Measured, s: Setting) -> tuple[float, ...]:
         interval = min(max(interval, np.ceil(base_s / step_s)), MAX_LAG * interval)
         base_s = min(base_s, MAX_LAG * s.base_interval * step_s)
     return (
-        step_s, m.step_s, batch, batch_stall_s, interval, base_stall_s, written_s, base_s, m.load_s, fetch_s, m.replay_s,
-        m.restart_s, 1 / m.failure_rate, only_bases,
+        step_s, m.step_s, batch, batch_stall_s, interval, base_stall_s, written_s, base_s, m.load_s, fetch_s,
+        codec.replay * m.replay_s, m.restart_s, 1 / m.failure_rate, only_bases, s.mode == "shadow" and m.keeps_log,
     )  # fmt: skip

@@ -10,7 +10,7 @@ from everstep.tune.choice import Decision, broken, choose, describe, excess_of
 from everstep.tune.model import Limits, Measured, Setting, cost_of
 
 MARGIN = 0.1
-"""A change must save this part of what is wasted …"""
+"""A change must save this part of what is wasted (or of what lasts, if that is less) …"""
 WORTH = 1e-4
 """… and this part of all time."""
 LARGEST_CHANGE = 4
@@ -29,7 +29,7 @@ class Verdict:
 
 def is_worth(then: float, now: float) -> bool:
     """Whether another goodput is so much better that a change pays."""
-    return then - now > max(MARGIN * (1 - now), WORTH)
+    return then - now > max(MARGIN * min(1 - now, now), WORTH)
 
 
 def keeps_better(then: tuple[float, float], now: tuple[float, float]) -> bool:
@@ -51,6 +51,7 @@ class Tuner:
         """`modes` that may be changed to; `bases` that are to be kept; `max_batch` 1: the number of steps a sync is not its
         business."""
         self.setting = setting
+        """In force."""
         self._limits, self._modes, self._bases, self._max_batch = limits, modes, bases, max_batch
 
     def at_base(self, step: int, averages: Averages, measured: Measured) -> Verdict | None:
