@@ -731,13 +731,17 @@ class Tap:
             return []
         held = self._held
         consumed = {} if held is None else {id(g): v for g, v in zip(held.grads, held.versions, strict=True)}
+        is_updated = self.updates != self._told_updates
+        told = {id(g) for uid, g in zip(self.uids, self._at_commit, strict=False) if uid in self._carry_kinds}
         self._at_commit = list(map(self._grad_of, self.params))
         kinds: dict[int, str] = {}
         items: list[Item] = []
         for uid, g in zip(self.uids, self._at_commit, strict=True):
             if g is None or g.is_sparse:
                 continue
-            if consumed.get(id(g)) == g._version and not self._writes_grads:
+            # In a frame without an update of this optimizer there is none to refer to: what an earlier frame told holds.
+            is_said = is_updated or (id(g) in told and self._carry_kinds.get(uid) == "consumed")
+            if is_said and consumed.get(id(g)) == g._version and not self._writes_grads:
                 kinds[uid] = "consumed"
             elif not bool(torch.count_nonzero(view_as_bits(g))):
                 kinds[uid] = "zero"
@@ -747,7 +751,7 @@ class Tap:
         gone_uids = [u for u in self._carry_kinds if u not in kinds]
         for kind in ("consumed", "zero"):
             uids = [u for u, k in kinds.items() if k == kind]
-            if uids:
+            if uids and (is_updated or kind != "consumed"):
                 items.append(PendingCarry(kind, uids))
         if gone_uids:
             items.append(PendingCarry("none", gone_uids))
