@@ -224,3 +224,46 @@ def test_updates_that_were_undone_are_not_in_the_log(tmp_path: Path) -> None:
         else:
             training.run.close()
     assert everstep.open(tmp_path / "run").verify(deep=True).ok
+
+
+class Turning(Sampler[int]):
+    """Another order in each pass, by a count of its own."""
+
+    passes = 0
+
+    def __len__(self) -> int:
+        return 6
+
+    def __iter__(self) -> Iterator[int]:
+        self.passes += 1
+        return iter([(i * 5 + self.passes) % 6 for i in range(6)])
+
+
+def test_what_the_sampler_of_another_loader_counts_comes_back(tmp_path: Path) -> None:
+    data = torch.arange(6.0)
+
+    def train(path: Path | None, stop: int = 99) -> list[list[float]]:
+        seen: list[list[float]] = []
+        loaders = [
+            DataLoader(data, batch_size=2, sampler=Turning()),
+            DataLoader(data, batch_size=3),
+        ]
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        run = None if path is None else everstep.attach(model, optimizer, path, quiet=True, follower=False)
+        for loader in (loaders[0], loaders[1], loaders[0]):
+            for batch in loader if run is None else run.steps(loader):
+                seen.append(batch.tolist())
+                model(batch[:, None]).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if len(seen) == stop and run is not None:
+                    run.flush()
+                    crash(run)
+                    return seen[:-1]
+        if run is not None:
+            run.close()
+        return seen
+
+    first = train(tmp_path / "run", stop=5)
+    assert first + train(tmp_path / "run") == train(None)

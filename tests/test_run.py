@@ -94,6 +94,16 @@ def test_attach_changes_no_tensor_and_no_rng(tmp_path: Any) -> None:
     run.close()
 
 
+def test_attach_names_modules_whose_extra_state_is_not_stored(tmp_path: Any) -> None:
+    class Counts(nn.Linear):
+        def get_extra_state(self) -> dict[str, int]:
+            return {"n": 1}
+
+    model = nn.Sequential(nn.Linear(2, 2), Counts(2, 2))
+    with pytest.warns(everstep.errors.InexactWarning, match=r"model 1 \(Counts\) keeps state by get_extra_state"):
+        everstep.attach(model, torch.optim.SGD(model.parameters(), 0.1), tmp_path / "run", quiet=True).close()
+
+
 def test_attach_says_where_and_how_in_one_line(tmp_path: Any, capfd: Any) -> None:
     model, optimizer = build()
     run = everstep.attach(model, optimizer, tmp_path / "run")

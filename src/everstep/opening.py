@@ -29,7 +29,7 @@ from everstep.fold import class_name, find_class
 from everstep.follow.attend import available_bytes
 from everstep.follow.tuned import choose_mode
 from everstep.format.documents import RunDocument
-from everstep.naming import Declared, Inventory, named, take_inventory
+from everstep.naming import Declared, Inventory, named, take_inventory, walk
 from everstep.options import Options
 from everstep.ranks import Ranks
 from everstep.restore.apply import apply, check_fits
@@ -330,6 +330,23 @@ def _describe(opened: Opened, inventory: Inventory) -> str:
         f"{free / 1e9:.0f} GB free ({free // max(step_bytes, 1):,} steps without retention) · "
         f"keeps {options.retention}"
     )
+
+
+def warn_of_extra_state(models: Mapping[str, nn.Module]) -> None:
+    """InexactWarning of modules whose state_dict() has more than parameters and buffers: that is in no frame."""
+    found = [
+        f"{name}{' ' + path.rstrip('.') if path else ''} ({type(module).__name__})"
+        for name, model in models.items()
+        for path, module in walk(model)
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    ]
+    if found:
+        warnings.warn(
+            f"{', '.join(found[:5])} keeps state by get_extra_state(), beside parameters and buffers: that is not stored, "
+            "and begins anew when the run is resumed. Keep it in a buffer, or in an object of extras",
+            InexactWarning,
+            stacklevel=4,
+        )
 
 
 def _note_on(optimizer: Optimizer) -> str:

@@ -43,6 +43,8 @@ class Passes:
         """In the order in which they were first used."""
         self._others: dict[int, list[Any]] = {}
         """Generators of those that are not in use."""
+        self._counted: dict[int, list[Any]] = {}
+        """What their samplers count."""
 
     @property
     def epoch(self) -> int:
@@ -63,7 +65,8 @@ class Passes:
             return None
         self._loader = loader
         self._current = current = self._open(loader)
-        self._others = self._generators_but(number)
+        self._others = self._of_others(number, loaders.generator_states)
+        self._counted = self._of_others(number, loaders.sampler_states)
         return current
 
     def ended(self, current: loaders.Pass) -> None:
@@ -108,6 +111,8 @@ class Passes:
         """For the cursor of the step that is being committed."""
         current = self._current
         others: dict[str, Any] = {"others": self._others} if self._others else {}
+        if self._counted:
+            others["counted"] = self._counted
         if current is not None:
             made = {"commits": self._between} if self._between else {}
             return {"pass": self._index, "state": current.state(), "generators": [], **others, **made}
@@ -132,18 +137,18 @@ class Passes:
             return None
         return len(self._loaders) - 1
 
-    def _generators_but(self, number: int | None) -> dict[int, list[Any]]:
-        """States of the generators that other loaders have: they decide on their next passes."""
+    def _of_others(self, number: int | None, states_of: Callable[[Any], list[Any]]) -> dict[int, list[Any]]:
+        """What decides on the next passes of the loaders that are not in use."""
         alive = {n: known() for n, known in enumerate(self._loaders) if n != number}
-        found = {n: loaders.generator_states(each) for n, each in alive.items() if each is not None}
+        found = {n: states_of(each) for n, each in alive.items() if each is not None}
         return {n: states for n, states in found.items() if states}
 
-    def _set_generators(self, saved: Mapping[int, list[Any]]) -> None:
-        """Of loaders that the program has used so far; it may be another program than the one that was killed."""
+    def _give(self, saved: Mapping[int, list[Any]], set_states_of: Callable[[Any, list[Any]], None]) -> None:
+        """To loaders that the program has used so far; it may be another program than the one that was killed."""
         for number, states in saved.items():
             loader = self._loaders[number]() if number < len(self._loaders) else None
             if loader is not None:
-                loaders.set_generator_states(loader, states)
+                set_states_of(loader, states)
 
     # -- what a program does again ------------------------------------------------------------------------------------
 
@@ -182,7 +187,9 @@ class Passes:
         self._restored = restored if self._made else None
         if self._made:
             self._keep_apart()
-        self._set_generators({} if resized_from else saved.get("others", {}))
+        if not resized_from:
+            self._give(saved.get("others", {}), loaders.set_generator_states)
+            self._give(saved.get("counted", {}), loaders.set_sampler_states)
         if resized_from and saved["state"] is not None:
             rng.install(cursor["rng"])
             return self._open_resized(loader, saved["state"], resized_from)
@@ -190,7 +197,7 @@ class Passes:
             # The pass has not begun: what it draws when it begins comes from the generators as they were.
             if saved["generators"]:
                 if "loader" in saved:
-                    self._set_generators({saved["loader"]: saved["generators"]})
+                    self._give({saved["loader"]: saved["generators"]}, loaders.set_generator_states)
                 else:
                     loaders.set_generator_states(loader, saved["generators"])
             rng.install(cursor["rng"])

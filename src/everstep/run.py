@@ -23,7 +23,7 @@ from everstep.errors import EverstepError, StorageError, UnprotectedWarning, Usa
 from everstep.follow.attend import ShadowKeeper
 from everstep.follow.keeper import Keeper
 from everstep.generation import Leftovers, Resumed, computes_differently, own_pools
-from everstep.opening import open_run
+from everstep.opening import open_run, warn_of_extra_state
 from everstep.options import Options
 from everstep.passes import Passes
 from everstep.restore.execute import Restored
@@ -73,6 +73,7 @@ class Run:
         self, model: Any, optimizer: Any, run: Any, extras: dict[str, Any], options: Options, mode: str = "delta"
     ) -> None:
         self._opened = open_run(model, optimizer, run, extras, options, mode)
+        warn_of_extra_state(self._opened.training.models)
         self._options = self._opened.options
         self._extras = extras
         self._compress = options.compress

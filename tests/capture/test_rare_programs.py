@@ -99,6 +99,23 @@ class LeavesGradients(Training):
             self.backward(t + 1)
 
 
+class StepsNowAndThen(Training):
+    """One of two optimizers steps at every third commit (a GAN's), and clears its gradients only before that."""
+
+    def step(self, t: int) -> None:
+        for p in self.model["body"].parameters():
+            p.requires_grad_(t % 3 == 0)
+        if t % 3 == 0:
+            self.optimizers["body"].zero_grad()
+        self.backward(t)
+        self.optimizers["head"].step()
+        self.optimizers["head"].zero_grad()
+        if t % 3 == 0:
+            self.optimizers["body"].step()
+        for p in self.model["body"].parameters():
+            p.requires_grad_(True)
+
+
 class EditsInAHook(Training):
     """A hook that was there before attach edits weights at every tenth update."""
 
@@ -156,6 +173,11 @@ def test_an_optimizer_that_begins_to_accumulate(tmp_path: Path, width: int) -> N
 @pytest.mark.parametrize("width", [4, 40])
 def test_gradients_that_stay_from_a_certain_step_on(tmp_path: Path, width: int) -> None:
     check(LeavesGradients, adam, tmp_path / "run", width=width)
+
+
+@pytest.mark.parametrize("width", [4, 40])
+def test_gradients_that_stay_while_another_optimizer_steps(tmp_path: Path, width: int) -> None:
+    check(StepsNowAndThen, adam, tmp_path / "run", width=width)
 
 
 def test_a_hook_that_edits_weights_now_and_then(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import everstep
 from everstep.errors import CorruptionError
 from everstep.follow.keeper import stored
 from everstep.format.documents import KeptDocument
-from everstep.restore import history
+from everstep.restore import history, plan
 from everstep.store import files, retention, runs
 from everstep.store.retention import Retention
 from everstep.store.runs import RunPath
@@ -119,3 +119,41 @@ def test_a_segment_that_is_younger_than_the_listing_is_not_missed(run: str, monk
     monkeypatch.setattr(files, "listing", lambda path: [n for n in listing(path) if n != newest])
     assert everstep.open(run).verify().problems == []
     assert everstep.open(run).state()["model"]
+
+
+@pytest.mark.parametrize("step", ["latest", 12])
+@pytest.mark.parametrize("where", [runs.bases, plan], ids=["listing", "line"])
+def test_a_generation_that_begins_while_a_run_is_read_is_no_damage(
+    where: Any, step: Any, run: str, monkeypatch: Any
+) -> None:
+    model = nn.Linear(32, 8)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    begun: list[Any] = []
+
+    def begin() -> None:
+        begun.append(everstep.attach(model, optimizer, run, quiet=True, follower=False))
+        begun[0].resume(step)
+        model(torch.randn(4, 32)).square().mean().backward()
+        optimizer.step()
+        begun[0].commit(wait=True)
+
+    history = everstep.open(run)
+    before(monkeypatch, where, "read_manifest" if where is runs.bases else "_check_no_newer_damaged", begin)
+    assert history.state(10)["model"] and begun
+    begun[0].close()
+
+
+def test_a_pool_that_is_removed_while_a_run_is_verified_is_no_damage(tmp_path: Path, monkeypatch: Any) -> None:
+    model = nn.Linear(32, 8)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    run = everstep.attach(
+        model, optimizer, tmp_path / "run", quiet=True, mode="snapshot", snapshot_interval=1, pool=str(tmp_path / "pool")
+    )
+    run.resume()
+    for _ in range(4):
+        model(torch.randn(4, 32)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        run.commit(wait=True)
+    done = before(monkeypatch, history, "_replay", run.close)
+    assert everstep.open(tmp_path / "run").verify(deep=True).problems == [] and done

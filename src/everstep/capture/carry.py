@@ -83,9 +83,10 @@ class Carry:
         self._kinds, self._versions = {}, {}
         return [gone]
 
-    def look(self, held: Held | None, *, steps_write: bool) -> list[Item]:
-        """At a commit: which there are. `steps_write`: into the gradients that they consume."""
+    def look(self, held: Held | None, *, is_updated: bool, steps_write: bool) -> list[Item]:
+        """At a commit: which there are. `is_updated`: this frame has an update. `steps_write`: into gradients."""
         consumed = {} if held is None else {id(g): v for g, v in zip(held.grads, held.versions, strict=True)}
+        told = {id(g) for uid, g in zip(self._uids, self._at_commit, strict=False) if uid in self._kinds}
         self._at_commit = list(map(self._grad_of, self._params))
         kinds: dict[int, str] = {}
         versions: dict[int, int] = {}
@@ -94,7 +95,9 @@ class Carry:
             if g is None or g.is_sparse:
                 continue
             versions[uid] = g._version
-            if consumed.get(id(g)) == g._version and not steps_write:
+            # In a frame without an update of this optimizer there is none to refer to: what an earlier frame told holds.
+            is_said = is_updated or (id(g) in told and self._kinds.get(uid) == "consumed")
+            if is_said and consumed.get(id(g)) == g._version and not steps_write:
                 kinds[uid] = "consumed"
             elif not bool(torch.count_nonzero(view_as_bits(g))):
                 kinds[uid] = "zero"
@@ -104,7 +107,7 @@ class Carry:
         gone = [u for u in self._kinds if u not in kinds]
         for kind in ("consumed", "zero"):
             uids = [u for u, k in kinds.items() if k == kind]
-            if uids:
+            if uids and (is_updated or kind != "consumed"):
                 items.append(PendingCarry(kind, uids))
         if gone:
             items.append(PendingCarry("none", gone))

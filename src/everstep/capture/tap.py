@@ -590,7 +590,9 @@ class Tap:
         self.carry.left = False
         if self.carry.is_rare and self._leaves_alone(self._held):
             return self.carry.gone()
-        return self.carry.look(self._held, steps_write=self._writes_grads)
+        return self.carry.look(
+            self._held, is_updated=self.updates != self._told_updates, steps_write=self._writes_grads
+        )
 
     def _leaves_alone(self, held: Held | None) -> bool:
         """Whether the usual can be assumed: gradients that are still there now will be dropped, not added to.

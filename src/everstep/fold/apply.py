@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,10 +15,12 @@ from everstep.memory import dtype_of, with_strides
 
 
 def set_carried(
-    state: State, frame: FrameData, uid: int, kind: str, ref: TensorRef | None,
-    consumed: Mapping[int, tuple[int, Gradient]] | Mapping[int, Gradient],
-) -> None:  # fmt: skip
-    """What is left on a parameter at the commit for the next backward to add to."""
+    state: State, frame: FrameData, uid: int, kind: str, ref: TensorRef | None, consumed: Gradient | None
+) -> None:
+    """What is left on a parameter at the commit for the next backward to add to.
+
+    `consumed`: what this frame's last update of the parameter consumed, if there was one.
+    """
     state.lost.discard(uid)
     if kind in ("none", "lost"):
         state.carried.pop(uid, None)
@@ -29,13 +30,11 @@ def set_carried(
         state.carried[uid] = torch.zeros_like(state.tensors[uid])
     elif kind == "given" and ref is not None:
         state.carried[uid] = with_strides(whole(frame, ref), ref.shape, ref.strides)
-    elif kind == "consumed" and uid in consumed:
-        found = consumed[uid]
-        gradient = found[1] if not isinstance(found, Gradient) else found
-        if gradient.dense is None:
+    elif kind == "consumed":
+        if consumed is None or consumed.dense is None:
             raise CorruptionError(f"step {frame.step} carries a gradient that it does not hold")
-        values = consumed_from(whole(frame, gradient.dense), gradient)
-        state.carried[uid] = with_strides(values, gradient.dense.shape, gradient.dense.strides)
+        values = consumed_from(whole(frame, consumed.dense), consumed)
+        state.carried[uid] = with_strides(values, consumed.dense.shape, consumed.dense.strides)
     else:
         raise CorruptionError(f"step {frame.step} carries a gradient of unknown kind {kind!r}")
 

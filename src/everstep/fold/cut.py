@@ -55,8 +55,7 @@ class TilePlan:
         self.hyper: dict[int, list[dict[str, Any]]] = {}
         """By event index: the unpacked groups that update used."""
         self._last_tensor: dict[int, tuple[int, TensorRef]] = {}
-        self._last_carry: dict[int, tuple[int, str, TensorRef | None]] = {}
-        self._consumed: dict[int, tuple[int, Gradient]] = {}
+        self._last_carry: dict[int, tuple[int, str, TensorRef | None, Gradient | None]] = {}
         self._read_events(state)
         self._cut(state)
 
@@ -65,6 +64,7 @@ class TilePlan:
         variants: dict[str, set[tuple[Any, ...]]] = defaultdict(set)
         self._not_tileable: set[int] = set()
         for index, frame in enumerate(self.frames):
+            consumed: dict[int, Gradient] = {}
             for op in frame.ops:
                 if isinstance(op, SetGroups):
                     optimizer = optimizer_of(state, op.optimizer)
@@ -79,17 +79,17 @@ class TilePlan:
                     self.grads[event] = {g.uid: g for g in op.grads}
                     for group in unpacked[op.optimizer]:
                         variants[op.optimizer].add((bool(group.get("fused")), _exotic(group)))
+                    consumed.update(self.grads[event])
                     for g in op.grads:
-                        self._consumed[g.uid] = (index, g)
                         if g.sparse is not None or (g.dense is not None and g.dense.strides is not None):
                             self._not_tileable.add(g.uid)
                 elif isinstance(op, SetTensor):
                     self._last_tensor[op.uid] = (index, op.ref)
                 elif isinstance(op, SetGrad):
-                    self._last_carry[op.uid] = (index, "given", op.ref)
+                    self._last_carry[op.uid] = (index, "given", op.ref, None)
                 elif isinstance(op, Carry):
                     for uid in op.uids:
-                        self._last_carry[uid] = (index, op.kind, None)
+                        self._last_carry[uid] = (index, op.kind, None, consumed.get(uid))
         self._fused_only = {n for n, v in variants.items() if all(fused and not odd for fused, odd in v)}
         self._exotic = {n for n, v in variants.items() if any(odd for _, odd in v)}
 
@@ -140,8 +140,8 @@ class TilePlan:
         for uid, (index, ref) in self._last_tensor.items():
             if uid not in self.in_units:
                 state.tensors[uid] = assign(state.tensors.get(uid), whole(self.frames[index], ref), ref)
-        for uid, (index, kind, carried) in self._last_carry.items():
-            set_carried(state, self.frames[index], uid, kind, carried, self._consumed)
+        for uid, (index, kind, carried, consumed) in self._last_carry.items():
+            set_carried(state, self.frames[index], uid, kind, carried, consumed)
 
 
 def _units(tiles: list[Tile], num_elements: int) -> Iterator[list[Tile]]:

@@ -50,10 +50,10 @@ class Whole:
             elif isinstance(op, SetLayout):
                 self._set_layout(op)
             elif isinstance(op, SetGrad):
-                set_carried(state, frame, op.uid, "given", op.ref, consumed)
+                set_carried(state, frame, op.uid, "given", op.ref, None)
             else:
                 for uid in op.uids:
-                    set_carried(state, frame, uid, op.kind, None, consumed)
+                    set_carried(state, frame, uid, op.kind, None, consumed.get(uid))
 
     def _set_state(self, frame: FrameData, op: SetState) -> None:
         optimizer = optimizer_of(self._state, op.optimizer)

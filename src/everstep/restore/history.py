@@ -298,7 +298,9 @@ def _verify_deep(report: Report, line: Line) -> _Replayed:
         try:
             _replay(report, line, plan, replayed)
         except EverstepError as e:
-            if _removed_base(line, plan.base, plan.base_folder) or any(_removed_frame(line, f) for f in plan.frames):
+            if not still_has(line, start) or _removed_base(line, plan.base, plan.base_folder):
+                continue
+            if any(_removed_frame(line, f) for f in plan.frames):
                 continue
             report.problems.append(str(e))
             break

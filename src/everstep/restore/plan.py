@@ -235,11 +235,10 @@ def line_to(listing: Listing, generation: int, *, check_tail: bool = True) -> Li
 
 def _check_no_newer_damaged(listing: Listing, newest: int) -> None:
     for timeline in listing.timelines:
-        for name in files.listing(listing.path.generations(timeline)):
-            digits = name.removesuffix(".json")
-            if name.endswith(".json") and digits.isdigit() and int(digits) > newest:
+        for number in listing.timelines[timeline].unread:
+            if number > newest:
                 raise CorruptionError(
-                    f"{os.path.join(listing.path.generations(timeline), name)} is damaged: it says where the newest "
+                    f"{listing.path.generation_file(timeline, number)} is damaged: it says where the newest "
                     "part of this run begins. Restore a step of an older timeline by everstep.open(run).state(step, "
                     "timeline=n), or put the file back from a copy"
                 )

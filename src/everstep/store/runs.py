@@ -184,9 +184,11 @@ class RunPath:
         files.make_dir(self.log(document.timeline))
         files.write_whole(os.path.join(top, "timeline.json"), documents.encode(document))
 
+    def generation_file(self, timeline: int, generation: int) -> str:
+        return os.path.join(self.generations(timeline), f"{generation:06d}.json")
+
     def write_generation(self, document: GenerationDocument) -> None:
-        name = f"{document.generation:06d}.json"
-        files.write_whole(os.path.join(self.generations(document.timeline), name), documents.encode(document))
+        files.write_whole(self.generation_file(document.timeline, document.generation), documents.encode(document))
 
     def log_has_begun(self, timeline: int, generation: int) -> None:
         """This rank's log of the generation is on disk from now on: should it be missing, that is damage. Durable."""
@@ -206,7 +208,7 @@ class RunPath:
         return os.path.join(self.generations(timeline), f"{generation:06d}.pool-{self.rank:05d}")
 
     def read_generation(self, timeline: int, generation: int) -> GenerationDocument:
-        path = os.path.join(self.generations(timeline), f"{generation:06d}.json")
+        path = self.generation_file(timeline, generation)
         return documents.decode(files.read_whole(path), GenerationDocument, path)
 
     def write_layout(self, timeline: int, layout: Layout) -> None:
@@ -408,6 +410,8 @@ def describe_writer() -> dict[str, object]:
 class TimelineListing:
     document: TimelineDocument
     generations: dict[int, GenerationDocument] = field(default_factory=dict)
+    unread: set[int] = field(default_factory=set)
+    """Generations whose documents are damaged."""
     bases: dict[int, Manifest] = field(default_factory=dict)
     segments: list[Segment] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -446,12 +450,29 @@ def read_listing(path: RunPath, part: Part | None = None) -> Listing:
     raised."""
     path.must_exist()
     run = path.read_run()
-    listing = Listing(run, path, {}, [], shared.shared_folder(run.run, path.path))
-    for name in files.listing(path.timelines()):
-        if re.fullmatch(r"\d{4,}", name):
+    while True:
+        begun = _generation_names(path)
+        listing = Listing(run, path, {}, [], shared.shared_folder(run.run, path.path))
+        for name in _timeline_names(path):
             _read_timeline(listing, int(name), part)
-    _read_slots(listing)
-    return listing
+        _read_slots(listing)
+        if _generation_names(path) == begun:
+            return listing
+        # A generation has been opened meanwhile: what it wrote may have been read, and its document not.
+
+
+def _timeline_names(path: RunPath) -> list[str]:
+    return [name for name in files.listing(path.timelines()) if re.fullmatch(r"\d{4,}", name)]
+
+
+def _generation_names(path: RunPath) -> list[tuple[str, str]]:
+    """Of all documents of generations, damaged or not: timeline and file."""
+    return [
+        (timeline, name)
+        for timeline in _timeline_names(path)
+        for name in files.listing(path.generations(int(timeline)))
+        if name.endswith(".json")
+    ]
 
 
 def _read_slots(listing: Listing) -> None:
@@ -542,6 +563,7 @@ def _read_timeline(listing: Listing, number: int, part: Part | None) -> None:
             timeline.generations[generation.generation] = generation
         except CorruptionError as e:
             timeline.problems.append(str(e))
+            timeline.unread.add(int(name.removesuffix(".json")))
     for name in files.listing(path.bases(number)):
         if not re.fullmatch(r"\d{12,}", name):
             continue
