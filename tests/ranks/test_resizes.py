@@ -209,6 +209,28 @@ def test_state_that_a_part_of_a_parameter_does_not_have_yet(threads: Threads, tm
     threads.run(2, work)  # as it was written it goes on
 
 
+@pytest.mark.parametrize("edited", [False, True])
+def test_copies_of_parts_are_compared_with_their_own_part(threads: Threads, tmp_path: Path, edited: bool) -> None:
+    """As in HSDP: two parts, and two ranks that have each."""
+
+    def work(rank: int) -> None:
+        model = Model(rank // 2, 2)
+        optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+        with everstep.attach(model, optimizer, tmp_path / "run", layout=model.layout, quiet=True, follower=False) as run:
+            run.resume()
+            for step in range(3):
+                model.set_gradients(step)
+                if edited and step == 1 and rank == 3:
+                    model.cut.grad = model.cut.grad * 2  # type: ignore[operator]
+                optimizer.step()
+                run.commit()
+
+    threads.run(4, work)
+    problems = everstep.open(tmp_path / "run").verify(deep=True).problems
+    assert len(problems) == edited
+    assert not edited or "model: cut is not what rank" in problems[0]
+
+
 def test_zero_with_a_scheduler(world: World, tmp_path: Path) -> None:
     """Schedulers set learning rates in the outer optimizer, between its steps."""
     first = world.run("jobs:train_zero", str(tmp_path / "run"), ranks=2)

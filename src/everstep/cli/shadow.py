@@ -24,7 +24,7 @@ def shadow(
 ) -> None:
     """Keep shadows for trainers of other hosts: attach(..., mode="shadow", shadow="tcp://HOST:PORT").
 
-    Listens beyond this machine only with a token. Ends on Ctrl-C, after a base of every run's last step.
+    Listens beyond this machine only with a token. Ends on Ctrl-C or SIGTERM, after a base of every run's last step.
     """
     from everstep.follow import remote
 
