@@ -18,7 +18,7 @@ from torch import nn
 from workers import World
 
 import everstep
-from everstep.errors import CorruptionError, MismatchError
+from everstep.errors import CorruptionError, MismatchError, UsageError
 from everstep.layout import Pattern, Sharded
 from everstep.restore.plan import line_of
 from everstep.store.runs import RunPath, read_listing
@@ -207,6 +207,15 @@ def test_state_that_a_part_of_a_parameter_does_not_have_yet(threads: Threads, tm
     with pytest.raises(MismatchError, match="rank 1 had no"):
         everstep.open(path).state()
     threads.run(2, work)  # as it was written it goes on
+
+
+def test_tensors_of_other_shapes_that_are_called_the_same(threads: Threads, tmp_path: Path) -> None:
+    def work(rank: int) -> None:
+        model = nn.Linear(3, 3 + rank)  # two stages of a pipeline, without rename=
+        everstep.attach(model, torch.optim.SGD(model.parameters(), 0.1), tmp_path / "run", quiet=True).resume()
+
+    with pytest.raises(UsageError, match=r"weight is \(4, 3\) on rank 1 and \(3, 3\) on rank 0"):
+        threads.run(2, work)
 
 
 @pytest.mark.parametrize("edited", [False, True])
