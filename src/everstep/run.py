@@ -8,7 +8,7 @@ import os
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -102,8 +102,6 @@ class Run:
         """In the order in which they were first used."""
         self._others: dict[int, list[Any]] = {}
         """Generators of those that are not in use."""
-        self._counted: dict[int, list[Any]] = {}
-        """What their samplers count."""
         self._restored: Restored | None = None
         self._durable = -1
         self._base_ready = False
@@ -180,8 +178,7 @@ class Run:
                 continue
             self._loader = loader
             current = self._pass = self._open_pass(loader)
-            self._others = self._of_others(number, loaders.generator_states)
-            self._counted = self._of_others(number, loaders.sampler_states)
+            self._others = self._generators_but(number)
             for batch in current:
                 yield batch
                 self.commit()
@@ -339,18 +336,18 @@ class Run:
             return None
         return len(self._loaders) - 1
 
-    def _of_others(self, number: int | None, states_of: Callable[[Any], list[Any]]) -> dict[int, list[Any]]:
-        """What decides on the next passes of the loaders that are not in use."""
+    def _generators_but(self, number: int | None) -> dict[int, list[Any]]:
+        """States of the generators that other loaders have: they decide on their next passes."""
         alive = {n: known() for n, known in enumerate(self._loaders) if n != number}
-        found = {n: states_of(each) for n, each in alive.items() if each is not None}
+        found = {n: loaders.generator_states(each) for n, each in alive.items() if each is not None}
         return {n: states for n, states in found.items() if states}
 
-    def _give(self, saved: Mapping[int, list[Any]], set_states_of: Callable[[Any, list[Any]], None]) -> None:
-        """To loaders that the program has used so far; it may be another program than the one that was killed."""
+    def _set_generators(self, saved: Mapping[int, list[Any]]) -> None:
+        """Of loaders that the program has used so far; it may be another program than the one that was killed."""
         for number, states in saved.items():
             loader = self._loaders[number]() if number < len(self._loaders) else None
             if loader is not None:
-                set_states_of(loader, states)
+                loaders.set_generator_states(loader, states)
 
     def _skip_pass(self) -> None:
         """It was finished before. What comes after it in the user's code runs again, and is undone later."""
@@ -401,9 +398,7 @@ class Run:
         self._restored = restored if self._made else None
         if self._made:
             self._keep_apart()
-        if not resized_from:
-            self._give(saved.get("others", {}), loaders.set_generator_states)
-            self._give(saved.get("counted", {}), loaders.set_sampler_states)
+        self._set_generators({} if resized_from else saved.get("others", {}))
         if resized_from and saved["state"] is not None:
             rng.install(cursor["rng"])
             return self._open_resized(loader, saved["state"], resized_from)
@@ -411,7 +406,7 @@ class Run:
             # The pass has not begun: what it draws when it begins comes from the generators as they were.
             if saved["generators"]:
                 if "loader" in saved:
-                    self._give({saved["loader"]: saved["generators"]}, loaders.set_generator_states)
+                    self._set_generators({saved["loader"]: saved["generators"]})
                 else:
                     loaders.set_generator_states(loader, saved["generators"])
             rng.install(cursor["rng"])
@@ -441,8 +436,6 @@ class Run:
     def _position(self) -> dict[str, Any]:
         current = self._pass
         others: dict[str, Any] = {"others": self._others} if self._others else {}
-        if self._counted:
-            others["counted"] = self._counted
         if current is not None:
             made = {"commits": self._between} if self._between else {}
             return {"pass": self._pass_index, "state": current.state(), "generators": [], **others, **made}

@@ -477,7 +477,7 @@ def test_a_trainer_whose_shadow_ends_while_it_resumes_finds_the_base_that_it_lef
         wait_for(lambda: near.shadow.is_over)
 
     monkeypatch.setattr(recover, "find", find)
-    assert attach(NearTraining(), tmp_path / "run").resume() == 4
+    assert attach(NearTraining(), tmp_path / "run").resume() == 4, near.said
 
 
 def test_a_shadow_that_was_asked_how_far_it_is_waits_for_who_asked(
@@ -490,9 +490,9 @@ def test_a_shadow_that_was_asked_how_far_it_is_waits_for_who_asked(
     run.flush()
     crash(run)
     near.shadow._since = time.monotonic()
-    near.shadow._idle_s = 0.2
-    near.shadow.count(5.0)
-    time.sleep(1.2)  # it looks every half second
+    near.shadow._idle_s = 3.0
+    near.shadow.count(30.0)
+    time.sleep(4.0)
     assert not near.shadow.is_over and near.shadow.progress.base < 3
 
 

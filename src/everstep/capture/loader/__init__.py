@@ -26,10 +26,9 @@ from everstep.capture.loader.asked import AskedPass
 from everstep.capture.loader.consumed import ConsumedPass
 from everstep.capture.loader.counted import CountedPass
 from everstep.capture.loader.generators import State, own_generators, set_states_of, states_of
-from everstep.capture.loader.mapped import MapPass, index_slot, seeds_of_running_workers, set_seeds_of_earlier_workers
+from everstep.capture.loader.mapped import MapPass, seeds_of_running_workers, set_seeds_of_earlier_workers
 from everstep.capture.loader.passes import Pass
 from everstep.capture.loader.resize import check_resizable, resized_position
-from everstep.capture.loader.sampler import give_back, kept_by
 from everstep.errors import CursorError
 
 __all__ = [
@@ -39,9 +38,7 @@ __all__ = [
     "open_pass",
     "open_resized_pass",
     "resized_position",
-    "sampler_states",
     "set_generator_states",
-    "set_sampler_states",
 ]
 
 _KINDS: dict[str, type[Pass]] = {kind.kind: kind for kind in (AskedPass, CountedPass, MapPass, ConsumedPass)}
@@ -89,17 +86,6 @@ def generator_states(loader: Any) -> list[Tensor]:
     if seeds is not None:
         states.append(seeds)
     return states
-
-
-def sampler_states(loader: Any) -> list[State]:
-    """What samplers of the user's own count from pass to pass, where a pass over the loader would run them again."""
-    return kept_by(getattr(loader, index_slot(loader))) if kind_of(loader) == "map" else []
-
-
-def set_sampler_states(loader: Any, states: list[State]) -> None:
-    """Give them what `sampler_states` returned for such a loader."""
-    if states and kind_of(loader) == "map":
-        give_back(getattr(loader, index_slot(loader)), states)
 
 
 def set_generator_states(loader: Any, states: list[Tensor]) -> None:

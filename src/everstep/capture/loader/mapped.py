@@ -22,11 +22,6 @@ from everstep.capture.loader.sampler import MAX_PAST_DRAWS, Indices, Track
 from everstep.capture.loader.warn import started_anew, warn_inexact, warn_of_workers
 
 
-def index_slot(loader: Any) -> str:
-    """The attribute that has the sampler which a pass over the loader runs."""
-    return "batch_sampler" if loader.batch_sampler is not None else "sampler"
-
-
 class MapPass(Pass):
     kind = "map"
     _track: Track
@@ -41,7 +36,7 @@ class MapPass(Pass):
         standing = _standing_of(loader)
         seeds, standing.seeds_of_earlier_workers = standing.seeds_of_earlier_workers, None
         starts_workers = loader.num_workers > 0 and standing.iterator is None
-        slot = index_slot(loader)
+        slot = "batch_sampler" if loader.batch_sampler is not None else "sampler"
         constant = {
             "loader": shape,
             "num_workers": loader.num_workers,

@@ -109,7 +109,7 @@ class Indices:
         if track.skip is None:
             if track.watched:
                 track.at_iter = all_rngs(track.own)
-                track.kept = kept_by(track.sampler)
+                track.kept = [_kept_by(part) for part in _own_parts(track.sampler)]
             self._inner = iter(track.sampler)
 
     def seek(self) -> None:
@@ -119,7 +119,8 @@ class Indices:
             return
         if track.at_iter is not None:
             set_all_rngs(track.at_iter, track.own)
-        give_back(track.sampler, track.kept)
+        for part, kept in zip(_own_parts(track.sampler), track.kept, strict=False):
+            _give_back(part, kept)
         self._inner = iter(track.sampler)
         if track.at_first is not None:
             set_all_rngs(track.at_first, track.own)
@@ -173,17 +174,6 @@ def _own_parts(sampler: Any) -> list[Any]:
             found.append(sampler)
         sampler = getattr(sampler, "sampler", None)
     return found
-
-
-def kept_by(sampler: Any) -> list[State]:
-    """What those of the user's own decide on their next pass by, beside random numbers."""
-    return [_kept_by(part) for part in _own_parts(sampler)]
-
-
-def give_back(sampler: Any, kept: list[State]) -> None:
-    """What kept_by() has told."""
-    for part, each in zip(_own_parts(sampler), kept, strict=False):
-        _give_back(part, each)
 
 
 def _kept_by(part: Any) -> State:
