@@ -39,6 +39,8 @@ class Alone:
         """Where the run goes on, and the state, which is in the live objects; none for a new run."""
         begun = time.perf_counter()
         offer = self._find_shadow(listing, step)
+        if offer is None and _had_shadow(listing):
+            listing = read_listing(self._path)  # one that has ended meanwhile has left a base
         self._fetch_s = time.perf_counter() - begun
         try:
             while True:
@@ -212,6 +214,15 @@ class Alone:
 
 def _has_finished_passes(cursor: dict[str, Any]) -> bool:
     return cursor["data"] is not None and cursor["data"]["pass"] > 0
+
+
+def _had_shadow(listing: Listing) -> bool:
+    try:
+        return line_of(listing, check_tail=False).newest.log == "memory"
+    except NothingToRestoreError:
+        return False
+    except CorruptionError:
+        return True
 
 
 def _is_where_it_began(offer: recover.Offer, line: Line) -> bool:

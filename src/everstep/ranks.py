@@ -45,6 +45,8 @@ class Holding(msgspec.Struct, frozen=True, array_like=True):
     is_own: bool
     """Other ranks may have other values in the same place, and each stores its own."""
     aliases: tuple[str, ...] = ()
+    shape: tuple[int, ...] = ()
+    """Of all of it."""
 
 
 def holdings(inventory: Inventory) -> list[Holding]:
@@ -53,7 +55,7 @@ def holdings(inventory: Inventory) -> list[Holding]:
     return [
         Holding(
             atom.uid, atom.role, atom.share, tensor.numel() * tensor.element_size(), atom.uid in optimized,
-            _is_own(atom, inventory.live[atom.uid] is not tensor), atom.aliases,
+            _is_own(atom, inventory.live[atom.uid] is not tensor), atom.aliases, atom.shape,
         )
         for atom in inventory.layout.atoms
         for tensor in (inventory.tensors[atom.uid],)
@@ -114,13 +116,22 @@ def hashes_of(inventory: Inventory) -> list[tuple[int, str, int]]:
 
 def check_replicas(held: Sequence[Sequence[Holding]], hashes: Sequence[Sequence[tuple[int, str, int]]]) -> None:
     """UsageError unless ranks that hold the same part of a parameter have the same values in it."""
-    shares = [{h.uid: h.share for h in mine if not h.is_own} for mine in held]
+    shared = [{h.uid: h for h in mine if not h.is_own} for mine in held]
     first: dict[tuple[int, Share], tuple[int, int]] = {}
+    shapes: dict[int, tuple[int, tuple[int, ...]]] = {}
     for rank, mine in enumerate(hashes):
         for uid, label, value in mine:
-            if uid not in shares[rank]:
+            here = shared[rank].get(uid)
+            if here is None:
                 continue
-            before, known = first.setdefault((uid, shares[rank][uid]), (rank, value))
+            before, shape = shapes.setdefault(uid, (rank, here.shape))
+            if shape != here.shape:
+                raise UsageError(
+                    f"{label} is {here.shape} on rank {rank} and {shape} on rank {before}. If these are two different "
+                    "tensors (pipeline stages that both call theirs by this name), give attach(rename=...) names that "
+                    "differ; if they are parts of one, say which by attach(layout=[everstep.layout.Sharded(...)])"
+                )
+            before, known = first.setdefault((uid, here.share), (rank, value))
             if known != value:
                 raise UsageError(
                     f"{label} has other values on rank {rank} than on rank {before}, though both hold it. If these are two "

@@ -197,7 +197,7 @@ class Together:
         restored: list[Restored] = []
         joint: Joint | None = None
         if at is not None and source != "disk":
-            at, source, joint = self._from_shadows(at, source, step, asked, seen, full, held, restored)
+            at, source, joint = self._from_shadows(at, source, step, asked, full, held, restored)
         while at is not None and source == "disk" and not restored:
             joint = joint_of(self._path)
             self._say(f"everstep: restoring step {at} of {self._path.path} …")
@@ -244,8 +244,8 @@ class Together:
         return self._shadows().standings(line.generations) if line.newest.log == "memory" else []
 
     def _from_shadows(
-        self, at: int, source: str, step: Step, asked: list[list[int | str]], seen: list[list[int]], full: Inventory,
-        held: list[list[Holding]], restored: list[Restored],
+        self, at: int, source: str, step: Step, asked: list[list[int | str]], full: Inventory, held: list[list[Holding]],
+        restored: list[Restored],
     ) -> tuple[int | None, str, Joint]:  # fmt: skip
         """All ranks: what their shadows hold, or bases of that. If that fails, the step to be had from disk."""
         ranks = self._ranks
@@ -269,6 +269,7 @@ class Together:
             return at, source if source == "memory" else "disk", joint
         restored.clear()
         self._say_not_taken(failed[0])
+        seen = ranks.gather("see steps again", self._seen_steps())  # shadows that have ended meanwhile left bases
         at_disk: int | None
         at_disk, source = ranks.first("choose a step on disk", lambda: self._choose_step(step, [], "", seen))
         return at_disk, source, joint

@@ -47,11 +47,15 @@ class Remote:
 
 
 class Proxy:
-    """Between a trainer and its shadow: passes bytes on, and does to them what `meddle` says."""
+    """Between a trainer and its shadow: passes bytes on, and does to them what `meddle` says (or, to those of the shadow,
+    `back`)."""
 
-    def __init__(self, port: int, meddle: Callable[[bytes, int], bytes | None]) -> None:
+    def __init__(
+        self, port: int, meddle: Callable[[bytes, int], bytes | None] | None,
+        back: Callable[[bytes, int], bytes | None] | None = None,
+    ) -> None:  # fmt: skip
         self._target = port
-        self._meddle = meddle
+        self._meddle, self._back = meddle, back
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
         self.connections = 0
@@ -66,7 +70,7 @@ class Proxy:
                 server = socket.create_connection(("127.0.0.1", self._target))
                 self._sockets += [client, server]
                 threading.Thread(target=self._pump, args=(client, server, self._meddle), daemon=True).start()
-                threading.Thread(target=self._pump, args=(server, client, None), daemon=True).start()
+                threading.Thread(target=self._pump, args=(server, client, self._back), daemon=True).start()
 
     def _pump(
         self, source: socket.socket, target: socket.socket, meddle: Callable[[bytes, int], bytes | None] | None

@@ -18,11 +18,12 @@ from remote_shadows import live
 
 import everstep
 from everstep.errors import StepNotFoundError, StorageError
-from everstep.follow import arena, local, shadow
+from everstep.follow import arena, local, recover, shadow
 from everstep.follow.compact import Held
 from everstep.follow.kept import LogCopy
 from everstep.format.segment import file_name
 from everstep.store import files, shared
+from everstep.store.runs import RunPath
 from support import crash, equal
 
 
@@ -457,6 +458,42 @@ def test_a_shadow_that_is_asked_while_it_leaves_a_base_for_want_of_a_trainer_sta
     assert handout.step == 3
     handout.done()
     assert near.shadow.progress.base == 3
+
+
+def test_a_trainer_whose_shadow_ends_while_it_resumes_finds_the_base_that_it_left(
+    near: Near, attach: Callable[..., everstep.Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for begun in (0, 2):  # the frames of the second generation lead on from what only the shadow has
+        training = NearTraining()
+        run = attach(training, tmp_path / "run")
+        assert run.resume() == begun
+        training.train(run, begun + 2)
+        run.flush()
+        wait_for(lambda run=run: run.stats()["folded_step"] == run.step)  # type: ignore[misc]
+        crash(run)
+
+    def find(path: RunPath, run: str) -> None:
+        near.shadow.end(base=True)
+        wait_for(lambda: near.shadow.is_over)
+
+    monkeypatch.setattr(recover, "find", find)
+    assert attach(NearTraining(), tmp_path / "run").resume() == 4, near.said
+
+
+def test_a_shadow_that_was_asked_how_far_it_is_waits_for_who_asked(
+    near: Near, attach: Callable[..., everstep.Run], tmp_path: Path
+) -> None:
+    training = NearTraining()
+    run = attach(training, tmp_path / "run")
+    run.resume()
+    training.train(run, 3)
+    run.flush()
+    crash(run)
+    near.shadow._since = time.monotonic()
+    near.shadow._idle_s = 3.0
+    near.shadow.count(30.0)
+    time.sleep(4.0)
+    assert not near.shadow.is_over and near.shadow.progress.base < 3
 
 
 # ------------------------------------------------------------------------------------------ frames that cannot be read

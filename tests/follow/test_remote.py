@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import random
+import signal
 import socket
 import tempfile
 import threading
@@ -119,6 +120,32 @@ def test_a_base_there_leads_to_the_same_state_after_it_was_started_again(
     again.close()
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_it_leaves_a_base_when_it_is_told_to_end(number: signal.Signals, shm: Path, tmp_path: Path) -> None:
+    def train(listener: socket.socket) -> None:
+        try:
+            training = Training()
+            run = training.attach(tmp_path / "run", f"tcp://127.0.0.1:{listener.getsockname()[1]}")
+            run.resume()
+            training.train(run, 5)
+            run.flush()
+            wait_until(lambda: run.stats()["folded_step"] == 5)
+            crash(run)
+        finally:
+            signal.pthread_kill(threading.main_thread().ident, number)  # type: ignore[arg-type]
+
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        remote.main(
+            "127.0.0.1:0", str(tmp_path / "shadows"), token=None, certfile=None, keyfile=None, interval=1000,
+            max_bytes=1 << 30, idle_s=100.0, ready=lambda listener: threading.Thread(target=train, args=(listener,)).start(),
+        )  # fmt: skip
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    (found,) = (tmp_path / "shadows").iterdir()
+    assert everstep.open(found).steps[-1] == 5
+
+
 def test_cut_connections_lose_nothing(remotes: Callable[..., Remote], tmp_path: Path) -> None:
     shadow = remotes()
     lot = random.Random(5)
@@ -228,6 +255,30 @@ def test_bytes_that_change_on_the_way_are_noticed_and_sent_again(remotes: Callab
         training.train(run, run.step + 1)
         time.sleep(0.01)
     must_hold(held(run, proxy.address), training, run)
+    run.close()
+    proxy.close()
+
+
+@pytest.mark.parametrize("is_cut", [True, False], ids=["cut", "changed"])
+def test_a_state_is_asked_for_again_when_it_does_not_arrive(
+    is_cut: bool, remotes: Callable[..., Remote], tmp_path: Path
+) -> None:
+    shadow = remotes()
+    training = Training()
+    run = training.attach(tmp_path / "run", shadow.address)
+    run.resume()
+    training.train(run, 5)
+    left = [3]
+
+    def meddle(data: bytes, passed: int) -> bytes | None:
+        if passed + len(data) < 3000 or not left[0]:
+            return data
+        left[0] -= 1
+        return None if is_cut else bytes([data[0] ^ 1]) + data[1:]
+
+    proxy = Proxy(shadow.port, None, meddle)
+    must_hold(held(run, proxy.address, num_streams=1), training, run)
+    assert not left[0]
     run.close()
     proxy.close()
 

@@ -6,19 +6,24 @@ import contextlib
 import io
 import os
 import shutil
+import signal
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from builders import one, whole_state
+from killing import shadows_in
 from layouts import LAYOUTS
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from transformer import TIED, global_batch
 
 import everstep
+from everstep.errors import LinkError
+from everstep.follow.gather import Shadows
 from support import equal
 
 STEPS = 3
@@ -129,6 +134,33 @@ def go_on_from_shadows(
     together()
     problems = differences(now, stored(run_path), f"in the run after {STEPS} more steps") if is_first() else []
     return problems, losses, said.getvalue()
+
+
+def resume_while_shadows_end(layout: str, kind: str, run_path: str, memory: str) -> list[int]:
+    """Three times two steps; where each began. The third time the shadows end when they have said what they have."""
+    os.environ["EVERSTEP_SHARED"] = memory
+
+    def find(shadows: Shadows, rank: int, step: int) -> Any:
+        while pids := shadows_in(Path(memory)):
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM)
+            time.sleep(0.05)
+        raise LinkError("it has just ended")
+
+    begun = []
+    for i in range(3):
+        training = LAYOUTS[layout].build(kind)
+        run = everstep.attach(training.model, training.optimizer, run_path, **SHADOWED)
+        with mock.patch.object(Shadows, "find", find) if i == 2 else contextlib.nullcontext():
+            begun.append(run.resume())
+        for _ in range(2):
+            train_and_commit(run, training, run.step)
+        wait_for_shadows(run)
+        together()
+        run._close(finish=False)
+        together()
+    return begun
 
 
 def train_and_commit(run: everstep.Run, training: Any, step: int) -> float:

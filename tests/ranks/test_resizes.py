@@ -18,7 +18,7 @@ from torch import nn
 from workers import World
 
 import everstep
-from everstep.errors import CorruptionError, MismatchError
+from everstep.errors import CorruptionError, MismatchError, UsageError
 from everstep.layout import Pattern, Sharded
 from everstep.restore.plan import line_of
 from everstep.store.runs import RunPath, read_listing
@@ -207,6 +207,37 @@ def test_state_that_a_part_of_a_parameter_does_not_have_yet(threads: Threads, tm
     with pytest.raises(MismatchError, match="rank 1 had no"):
         everstep.open(path).state()
     threads.run(2, work)  # as it was written it goes on
+
+
+def test_tensors_of_other_shapes_that_are_called_the_same(threads: Threads, tmp_path: Path) -> None:
+    def work(rank: int) -> None:
+        model = nn.Linear(3, 3 + rank)  # two stages of a pipeline, without rename=
+        everstep.attach(model, torch.optim.SGD(model.parameters(), 0.1), tmp_path / "run", quiet=True).resume()
+
+    with pytest.raises(UsageError, match=r"weight is \(4, 3\) on rank 1 and \(3, 3\) on rank 0"):
+        threads.run(2, work)
+
+
+@pytest.mark.parametrize("edited", [False, True])
+def test_copies_of_parts_are_compared_with_their_own_part(threads: Threads, tmp_path: Path, edited: bool) -> None:
+    """As in HSDP: two parts, and two ranks that have each."""
+
+    def work(rank: int) -> None:
+        model = Model(rank // 2, 2)
+        optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+        with everstep.attach(model, optimizer, tmp_path / "run", layout=model.layout, quiet=True, follower=False) as run:
+            run.resume()
+            for step in range(3):
+                model.set_gradients(step)
+                if edited and step == 1 and rank == 3:
+                    model.cut.grad = model.cut.grad * 2  # type: ignore[operator]
+                optimizer.step()
+                run.commit()
+
+    threads.run(4, work)
+    problems = everstep.open(tmp_path / "run").verify(deep=True).problems
+    assert len(problems) == edited
+    assert not edited or "model: cut is not what rank" in problems[0]
 
 
 def test_zero_with_a_scheduler(world: World, tmp_path: Path) -> None:

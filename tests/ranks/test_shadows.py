@@ -107,6 +107,13 @@ def test_shadows_that_no_trainer_comes_back_to_leave_bases_of_all_ranks_and_end(
     left.go_on("disk")
 
 
+@pytest.mark.long
+@pytest.mark.timeout(120)
+def test_shadows_that_end_while_ranks_resume_leave_bases_that_are_found(world: World, memory: Path, tmp_path: Path) -> None:
+    args = ("ddp2", "adamw", str(tmp_path / "run"), str(memory))
+    assert world.run("jobs:resume_while_shadows_end", *args, ranks=2) == [[0, 2, 4]] * 2
+
+
 def damage(path: Path, rank: int) -> str:
     """Flip a bit of what the shadow of a rank hands out; of which tensor."""
     offer = recover.find(RunPath(path).part(rank), RunPath(path).read_run().run)

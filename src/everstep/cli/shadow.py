@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from typing import Annotated
 
@@ -24,7 +25,7 @@ def shadow(
 ) -> None:
     """Keep shadows for trainers of other hosts: attach(..., mode="shadow", shadow="tcp://HOST:PORT").
 
-    Listens beyond this machine only with a token. Ends on Ctrl-C, after a base of every run's last step.
+    Listens beyond this machine only with a token. Ends on Ctrl-C or SIGTERM, after a base of every run's last step.
     """
     from everstep.follow import remote
 
@@ -33,8 +34,15 @@ def shadow(
         try:
             with open(token_file) as f:
                 token = f.read().strip()
-        except OSError as e:
-            raise UsageError(f"the token file {token_file} cannot be read: {e.strerror}") from e
+        except (OSError, UnicodeDecodeError) as e:
+            raise UsageError(f"the token file {token_file} cannot be read: {getattr(e, 'strerror', e)}") from e
+        if not token:
+            raise UsageError(f"the token file {token_file} is empty: whoever connects would be let in")
+    if interval < 1:
+        raise UsageError(f"--base-interval must be at least 1, not {interval}")
+    for name, value in (("--max-memory", max_memory), ("--idle", idle)):
+        if not 0 < value < math.inf:
+            raise UsageError(f"{name} must be a number above 0, not {value}")
     remote.main(
         listen, folder, token=token.encode() if token else None, certfile=certfile, keyfile=keyfile, interval=interval,
         max_bytes=int(max_memory * 1e9), idle_s=idle,

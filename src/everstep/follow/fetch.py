@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ssl
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -28,6 +31,10 @@ _MANY = 1 << 31
 _ASK_S = 5.0
 _WAIT_S = 300.0
 """A shadow may be folding or writing a base when it is asked."""
+_TRIES, _TRYING_S, _PAUSE_S = 5, 30.0, 0.1
+"""A connection that breaks is made again, so often and for so long: what a shadow has may be nowhere else."""
+
+T = TypeVar("T")
 
 
 Generations = Sequence[GenerationDocument]
@@ -112,13 +119,19 @@ def find_all(
     def connect(address: str, sink: Callable[[Message, int], memoryview | None]) -> tuple[Channel, Welcome]:
         return _connect(address, path, run, sink, token, tls)
 
-    streams = [_Stream(address, connect) for address in where]
+    def fetch() -> Offer:
+        streams = [_Stream(address, connect) for address in where]
+        try:
+            with ThreadPoolExecutor(len(where) * num_streams, "everstep-fetch") as pool:
+                welcomes = list(pool.map(_Stream.open, streams))
+                at = _common_step(where, welcomes, line) if step < 0 and len(where) > 1 else step
+                return _fetch(streams, welcomes, at, at_least, line, num_streams, pool)
+        finally:
+            for stream in streams:
+                stream.close()  # the shadows may go on
+
     try:
-        with ThreadPoolExecutor(len(where) * num_streams, "everstep-fetch") as pool:
-            welcomes = list(pool.map(_Stream.open, streams))
-            if step < 0 and len(where) > 1:
-                step = _common_step(where, welcomes, line)
-            return _fetch(streams, welcomes, step, at_least, line, num_streams, pool)
+        return _insisting(fetch)
     except (LinkClosed, _UnusableError, CorruptionError) as e:
         needed = f"; of {len(where)} shadows all are needed" if len(where) > 1 else ""
         say(f"nothing is taken from shadows: {e}{needed}")
@@ -128,16 +141,31 @@ def find_all(
             raise
         say(f"nothing is taken from shadows: {e}")
         return None
-    finally:
-        for stream in streams:
-            stream.close()  # the shadows may go on
+
+
+def _insisting(work: Callable[[], T]) -> T:
+    """What this brings over connections; it is done again if one breaks, or if bytes have changed on the way."""
+    deadline = time.monotonic() + _TRYING_S
+    for left in range(_TRIES - 1, -1, -1):
+        try:
+            return work()
+        except (_UnreachableError, _UnusableError, LinkRefused):
+            raise
+        except LinkError:
+            if not left or time.monotonic() > deadline:
+                raise
+        time.sleep(_PAUSE_S)
+    raise AssertionError("the last try has raised")
 
 
 def _connect(
     address: str, path: RunPath, run: str, sink: Callable[[Message, int], memoryview | None], token: bytes | None,
     tls: ssl.SSLContext | None,
 ) -> tuple[Channel, Welcome]:  # fmt: skip
-    channel = Channel(addresses.connect(address, timeout=_ASK_S, ssl_context=tls), sink)
+    try:
+        channel = Channel(addresses.connect(address, timeout=_ASK_S, ssl_context=tls), sink)
+    except LinkClosed as e:
+        raise _UnreachableError(str(e)) from e
     try:
         return channel, sockets.introduce(channel, Hello(VERSION, run, path.path, 0, 0, path.rank, "fetch", {}), token)
     except BaseException:
@@ -150,25 +178,34 @@ def standing(
     tls: ssl.SSLContext | None = None,
 ) -> int:  # fmt: skip
     """The greatest step that all shadows of one rank's part have received. LinkError, which says why, if there is none."""
-    welcomes = []
-    for address in where:
+
+    def ask(address: str) -> Welcome:
         channel, welcome = _connect(address, path, run, lambda message, num_bytes: None, token, tls)
         channel.close()
-        welcomes.append(welcome)
-    return _common_step(where, welcomes, line)
+        return welcome
+
+    return _common_step(where, [_insisting(partial(ask, address)) for address in where], line)
 
 
 def layout_at(
     where: Sequence[str], path: RunPath, run: str, step: int, token: bytes | None = None, tls: ssl.SSLContext | None = None
 ) -> Layout:
     """The layout of the state that the shadows at these addresses hold, without the state. LinkError if it is not there."""
-    stream = _Stream(where[0], lambda address, sink: _connect(address, path, run, sink, token, tls))
-    try:
-        stream.open()
-        stream.ask(step, 0, _MANY)
-        return stream.manifest().layout
-    finally:
-        stream.close()
+
+    def ask() -> Layout:
+        stream = _Stream(where[0], lambda address, sink: _connect(address, path, run, sink, token, tls))
+        try:
+            stream.open()
+            stream.ask(step, 0, _MANY)
+            return stream.manifest().layout
+        finally:
+            stream.close()
+
+    return _insisting(ask)
+
+
+class _UnreachableError(LinkClosed):
+    """There is no connection to a shadow."""
 
 
 class _UnusableError(LinkError):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import socket
 import ssl
 import threading
@@ -443,7 +444,7 @@ def main(
     listen: str, folder: str, *, token: bytes | None, certfile: str | None, keyfile: str | None, interval: int,
     max_bytes: int, idle_s: float, ready: Callable[[socket.socket], None] = lambda listener: None,
 ) -> None:  # fmt: skip
-    """`everstep shadow`: until interrupted."""
+    """`everstep shadow`: until interrupted, or told to end (SIGTERM: what service managers send)."""
     address = addresses.parse_address(listen)
     addresses.must_have_token(address.host, token)
     tls = addresses.server_context(certfile, keyfile) if certfile is not None else None
@@ -454,6 +455,7 @@ def main(
     files.make_dirs(os.path.abspath(folder))
     host = Host(folder, token=token, tls=tls, interval=interval, max_bytes=max_bytes, idle_s=idle_s, say=say)
     listener = addresses.listen(address)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     ready(listener)
     try:
         host.accept(listener)

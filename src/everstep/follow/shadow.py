@@ -47,6 +47,8 @@ _MAX_WAITING_BASES = 8
 _MAX_READERS = 64
 _STAND_UP_S = 300.0
 _AGAIN_S = 2.0
+_ASKED_S = 10.0
+"""It does not end before a trainer that has asked how far it is has had so long to come."""
 """After storage has failed, it is tried again after so long."""
 
 
@@ -282,8 +284,10 @@ class Shadow:
         done.wait()
 
     def count(self, patience_s: float) -> None:
-        """Return when `progress` tells of all that a trainer which is gone has left, or after so long."""
+        """Return when `progress` tells of all that a trainer which is gone has left, or after so long. Whoever asks has time
+        to take it."""
         counted = threading.Event()
+        self._since = max(self._since, time.monotonic() + _ASKED_S - self._idle_s)
         self.do(self._read_the_rest, counted)
         counted.wait(patience_s)
 
