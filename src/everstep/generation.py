@@ -9,13 +9,13 @@ from typing import Any
 from everstep.capture.buckets import BucketOrders
 from everstep.fingerprint import fingerprint
 from everstep.follow import recover
-from everstep.follow.keeper import Keeper, common_base
+from everstep.follow.keeper import common_base
 from everstep.format.documents import RANKS, GenerationDocument, TimelineDocument
 from everstep.opening import Opened
-from everstep.restore.plan import Line, line_to
+from everstep.restore.plan import Line
 from everstep.store import shared
 from everstep.store.pools import remove_pools
-from everstep.store.runs import Listing, describe_writer, read_listing
+from everstep.store.runs import Listing, describe_writer
 
 LOGS = {"delta": "disk", "shadow": "memory", "snapshot": "pool"}
 """What a generation says about its log."""
@@ -122,10 +122,8 @@ class Leftovers:
         if self._opened.mode != "shadow" and not self._in_memory:
             recover.dismiss(self._opened.path, self._opened.run, self._found.generation)
 
-    def base_stored(self, step: int, keeper: Keeper) -> None:
+    def base_stored(self, step: int) -> None:
         """A base of this step is, by this rank: what held the state goes, pools when every rank has one."""
-        if self._pools:
-            self._leave_out_frames_on_pools(step, keeper)
         if self._pools and self._all_have(step):
             pools, self._pools = self._pools, []
             for rank in range(self._opened.ranks.size):
@@ -136,14 +134,6 @@ class Leftovers:
             path, run = self._opened.path, self._opened.run
             recover.dismiss(path, run, self._found.generation)
             shared.remove(shared.shared_folder(run, path.path), [path.rank])  # if no shadow was there to do it
-
-    def _leave_out_frames_on_pools(self, step: int, keeper: Keeper) -> None:
-        """A generation that was killed before it had stored a base has logged steps that only a pool's slot leads to."""
-        listing = read_listing(self._opened.path)
-        generations = listing.generations()
-        for frame in line_to(listing, self._found.generation, check_tail=False).on_pools_only():
-            if frame.step < step:
-                keeper.leave_out(generations[frame.generation].timeline, frame.generation, frame.step, frame.step)
 
     def drop_own_pool(self, step: int) -> None:
         """This generation ends with a base of this step: when every rank has one, whoever is last removes all pools."""

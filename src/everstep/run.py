@@ -388,7 +388,7 @@ class Run:
             self._durable = max(self._durable, snapshot.step)
             files.note(f"durable {self._durable}")
         self._keeper.base_done(snapshot.step, capture.stored_bytes)
-        self._leftovers.base_stored(snapshot.step, self._keeper)
+        self._leftovers.base_stored(snapshot.step)
 
     def _may_finish_base(self, step: int) -> bool:
         """In the base thread: the first base (also after a failure) stands alone, later ones on the log before them.
@@ -553,7 +553,7 @@ class Run:
             return
         assert self._leftovers is not None
         if not isinstance(capture, States):
-            self._leftovers.base_stored(capture.step, keeper)
+            self._leftovers.base_stored(capture.step)
         elif self._options.pool:
             self._leftovers.drop_own_pool(capture.step)
 

@@ -137,13 +137,9 @@ class Keeper:
 
     def never_stored(self, first: int, last: int) -> None:
         """Storage had failed: these steps do not exist. Durable on return."""
-        self.leave_out(self._timeline, self._generation, first, last)
-
-    def leave_out(self, timeline: int, generation: int, first: int, last: int) -> None:
-        """These steps of a generation do not exist, or not any more. Durable on return."""
         with self._kept:
-            kept = self._path.read_kept(timeline)
-            self._path.write_kept(timeline, KeptDocument(kept.horizon, (*kept.gaps, (first, last, generation))))
+            kept = self._path.read_kept(self._timeline)
+            self._path.write_kept(self._timeline, KeptDocument(kept.horizon, (*kept.gaps, (first, last, self._generation))))
 
     def stats(self) -> dict[str, Any]:
         return {

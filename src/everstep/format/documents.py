@@ -80,8 +80,7 @@ class KeptDocument(msgspec.Struct):
     horizon: int
     """Retention may have removed steps below this one."""
     gaps: tuple[tuple[int, int, int], ...] = ()
-    """(first, last, generation) of steps that this generation never stored, because storage had failed; or whose frames went
-    on from a pool that is gone."""
+    """(first, last, generation) of steps that this generation never stored, because storage had failed."""
 
 
 class TuningDocument(msgspec.Struct):

@@ -6,7 +6,7 @@ import itertools
 import os
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from everstep.errors import CorruptionError, NothingToRestoreError, StepNotFoundError, UnreadableError
 from everstep.format.documents import GenerationDocument, Manifest
@@ -96,11 +96,6 @@ class Line:
                 found.add(n)
                 n += 1
         return sorted(found)
-
-    def on_pools_only(self) -> list[FrameEntry]:
-        """Frames, in order, that cannot be replayed any more once the pools are gone."""
-        stored = replace(self, bases={n: base for n, base in self.bases.items() if not base[0].in_pool})
-        return [self.frames[n] for n in sorted({*self.steps()} - {*stored.steps()}) if n in self.frames]
 
     def needs_memory(self, plan: Plan) -> bool:
         """Whether some of its frames are only in the memory of this host, in the log of a shadow."""
@@ -272,6 +267,9 @@ def _line(
         _add_bases(line, span)
         for segment in _segments(line, span):
             _add_segment(line, span, segment)
+    for span, before in itertools.pairwise(spans):
+        if before.in_memory and not span.in_memory:
+            _add_unpromised(line, span)
     _miss_whole_log(line)
     if check_tail:
         _cut_torn_tail(line)
@@ -334,6 +332,14 @@ def _add_limits(line: Line, span: Span, before: Span | None, first: Span) -> Non
         line.horizon = max(line.horizon, span.low)
     if span.low and not begins and not (before is not None and before.in_memory):
         line.durable_step = max(line.durable_step, span.low if span.high is None else min(span.low, span.high))
+
+
+def _add_unpromised(line: Line, span: Span) -> None:
+    """A generation goes on from a pool or a shadow's memory: until its first base is stored its steps stand on that alone,
+    which goes when a base is there, its own or that of the next generation. None of them was called durable."""
+    bases = [n for n, (manifest, _) in line.bases.items() if n >= span.low and not manifest.in_pool]
+    last = min(bases) - 1 if bases else sys.maxsize
+    line.gaps.append((span.low + 1, last if span.high is None else min(last, span.high)))
 
 
 def _add_problems(line: Line, span: Span) -> None:
