@@ -105,6 +105,7 @@ def test_the_first_example_of_the_readme_goes_on_where_it_was_killed(tmp_path: P
         process.wait()
     latest = everstep.open(tmp_path / "runs/first").steps[-1]
     assert 16 <= latest <= 22
+    script.write_text(body)
     done = subprocess.run(
         [sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=True
     )

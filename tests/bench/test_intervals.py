@@ -96,7 +96,10 @@ def test_the_follower_has_made_a_base_before_anything_is_measured(tmp_path):
     saver.close()
 
 
-@pytest.mark.parametrize("way", list(WAYS))
+IN_SHORT = ("delta", "snapshot-memory", "torch.save")
+
+
+@pytest.mark.parametrize("way", [w if w in IN_SHORT else pytest.param(w, marks=pytest.mark.long) for w in WAYS])
 def test_every_way_to_save_is_measured_and_leaves_nothing_behind(way, tmp_path):
     (tmp_path / "memory").mkdir()
     settings = intervals.Settings(

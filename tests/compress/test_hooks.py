@@ -35,7 +35,7 @@ def alone() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_a_killed_run_with_top_k_goes_on_bit_for_bit(world: int, tmp_path: Path) -> None:
     assert spawned(tmp_path, world, "topk") == [{"topk": []}] * world
 

@@ -244,7 +244,9 @@ TRAINER = """
 """
 
 
-@pytest.mark.parametrize("fork", [False, True], ids=["alone", "with-children-that-live-on"])
+@pytest.mark.parametrize(
+    "fork", [pytest.param(False, marks=pytest.mark.long), True], ids=["alone", "with-children-that-live-on"]
+)
 def test_the_follower_is_gone_soon_after_the_trainer_is_killed(fork: bool, tmp_path: Path) -> None:
     code = TRAINER.format(path=[p for p in sys.path if p], run=str(tmp_path / "run"), fork=fork)
     trainer = subprocess.Popen(

@@ -488,11 +488,12 @@ def test_a_shadow_that_was_asked_how_far_it_is_waits_for_who_asked(
     run.resume()
     training.train(run, 3)
     run.flush()
+    wait_for(lambda: near.shadows and near.shadow.progress.folded == 3, "for the shadow")
     crash(run)
     near.shadow._since = time.monotonic()
-    near.shadow._idle_s = 3.0
+    near.shadow._idle_s = 1.0
     near.shadow.count(30.0)
-    time.sleep(4.0)
+    time.sleep(1.5)
     assert not near.shadow.is_over and near.shadow.progress.base < 3
 
 

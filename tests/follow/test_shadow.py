@@ -127,10 +127,10 @@ CASES: dict[str, dict[str, Any]] = {
     "SGD that writes into gradients, scaler that skips, BatchNorm": {
         "setup": "cnn", "family": "sgd-nesterov-foreach", "scale": 2.0**10, "infs": tuple(range(3, 400, 4)), "size": 8,
     },
-    "sparse and dense": {"setup": "embedding", "family": "adamw-foreach", "sparse": "sparse-adam"},
-    "two models, a clamp through .data": {"setup": "gan", "family": "rmsprop", "clamp": True},
 }  # fmt: skip
 MORE_CASES: dict[str, dict[str, Any]] = {
+    "sparse and dense": {"setup": "embedding", "family": "adamw-foreach", "sparse": "sparse-adam"},
+    "two models, a clamp through .data": {"setup": "gan", "family": "rmsprop", "clamp": True},
     "foreach AdamW": {"setup": "mlp", "family": "adamw-foreach", "clip": "value", "schedule": "plateau"},
     "Adam, scaler that skips": {"setup": "mlp", "family": "adam", "scale": 2.0**10, "infs": (5, 6, 40, 90)},
     "fused SGD with momentum, BatchNorm, channels last": {

@@ -194,6 +194,7 @@ def test_auto_attaches_with_a_shadow_where_measurements_speak_for_one(folder, me
     assert everstep.open(folder).steps[-1] == 5
 
 
+@pytest.mark.long
 def test_a_shadow_is_tuned_and_writes_bases_as_often_as_its_tuner_says(tmp_path, memory):
     model, optimizer = build()
     options = {"quiet": True, "mode": "shadow", "base_interval": 5, "tune": True, "mtbf_s": 1e7}

@@ -229,7 +229,7 @@ class Shadow:
     def trainer_gone(self) -> None:
         """The connection was lost: whatever it has left complete in the log is folded."""
         self.attached = False
-        self._since = time.monotonic()
+        self._since = max(self._since, time.monotonic())  # its successor may have asked before this was noticed
         self.do(self._read_the_rest)
 
     def resume(self, timeline: int, generation: int, step: int, interval: int = 0) -> None:
