@@ -252,6 +252,10 @@ KINDS: dict[str, Callable[..., DataLoader[Any]]] = {
 }
 
 
+WITH_WORKERS_IN_SHORT = ("shuffle", "several_rounds", "batch_sampler", "no_batches", "counted")
+"""Processes take time: the other kinds with workers are for the long run."""
+
+
 @pytest.mark.parametrize("own_generator", [False, True], ids=["global", "generator"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_map_style_loader_resumes_exactly_at_every_batch(kind: str, own_generator: bool) -> None:
@@ -260,7 +264,9 @@ def test_a_map_style_loader_resumes_exactly_at_every_batch(kind: str, own_genera
 
 @pytest.mark.parametrize("persistent", [False, True], ids=["workers", "persistent_workers"])
 @pytest.mark.parametrize("own_generator", [False, True], ids=["global", "generator"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [k if k in WITH_WORKERS_IN_SHORT else pytest.param(k, marks=pytest.mark.long) for k in KINDS]
+)
 def test_a_map_style_loader_with_workers_resumes_exactly(kind: str, own_generator: bool, persistent: bool) -> None:
     def make() -> DataLoader[Any]:
         g = generator() if own_generator else None
@@ -433,7 +439,9 @@ def test_a_sampler_of_the_users_own_resumes_exactly(sampler: type[Sampler[int]])
         assert_resumes_exactly(lambda: DataLoader(Samples(), 4, sampler=sampler()))
 
 
-@pytest.mark.parametrize("sampler", [*OWN_SAMPLERS, DrawsEveryIndex])
+@pytest.mark.parametrize(
+    "sampler", [*OWN_SAMPLERS[:2], *(pytest.param(s, marks=pytest.mark.long) for s in OWN_SAMPLERS[2:]), DrawsEveryIndex]
+)
 def test_a_sampler_of_the_users_own_resumes_exactly_with_workers(sampler: type[Sampler[int]]) -> None:
     num_batches = len(sampler()) // 4  # type: ignore[arg-type]
     with warnings.catch_warnings():
@@ -761,7 +769,9 @@ def test_a_stateful_loader_resumes_exactly_at_every_batch(kind: str, own_generat
 
 @pytest.mark.parametrize("persistent", [False, True], ids=["workers", "persistent_workers"])
 @pytest.mark.parametrize("own_generator", [False, True], ids=["global", "generator"])
-@pytest.mark.parametrize("kind", ["shuffle", "batch_sampler", "counted"])
+@pytest.mark.parametrize(
+    "kind", ["shuffle", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("batch_sampler", "counted"))]
+)
 def test_a_stateful_loader_with_workers_resumes_exactly(kind: str, own_generator: bool, persistent: bool) -> None:
     def make() -> Any:
         g = generator() if own_generator else None
