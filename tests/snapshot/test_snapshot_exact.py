@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import threading
 import time
@@ -695,3 +696,26 @@ def test_steps_that_only_a_pool_led_to_are_not_missed_when_it_goes(
     assert history.steps[-1] == 6 and 4 not in history.steps
     report = history.verify(deep=True)
     assert report.ok, str(report)
+
+
+def test_a_base_that_is_gone_is_missed_also_where_a_generation_went_on_from_a_pool(tmp_path: Path) -> None:
+    """Once it was there, the steps that stand on it were called durable."""
+    model = linear()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    truth = noted(tmp_path / "run", model, optimizer)
+    for n in range(3):
+        turn(model, optimizer, n)
+        truth.commit()
+    truth.run.flush()
+    crash(truth.run)
+    with everstep.attach(model, optimizer, tmp_path / "run", quiet=True, follower=False) as run:
+        run.resume()
+        run.flush()
+        for n in (3, 4):
+            turn(model, optimizer, n)
+            run.commit()
+    assert everstep.open(tmp_path / "run").verify().ok
+    (base,) = (tmp_path / "run").rglob("bases/000000000003")
+    shutil.rmtree(base)
+    report = everstep.open(tmp_path / "run").verify()
+    assert not report.ok and "4" in str(report)

@@ -337,6 +337,8 @@ def _add_limits(line: Line, span: Span, before: Span | None, first: Span) -> Non
 def _add_unpromised(line: Line, span: Span) -> None:
     """A generation goes on from a pool or a shadow's memory: until its first base is stored its steps stand on that alone,
     which goes when a base is there, its own or that of the next generation. None of them was called durable."""
+    if any(segment.durable_step >= span.low for segment in _segments(line, span)):
+        return  # there was a base once
     bases = [n for n, (manifest, _) in line.bases.items() if n >= span.low and not manifest.in_pool]
     last = min(bases) - 1 if bases else sys.maxsize
     line.gaps.append((span.low + 1, last if span.high is None else min(last, span.high)))
