@@ -59,7 +59,7 @@ def overhead(
     ] = None,
     pairs: Annotated[int, typer.Option(min=1, help="Pairs of two blocks with and two without.")] = 20,
     block_steps: Annotated[
-        int | None, typer.Option(min=1, help="Steps a block; without it as many as take 3 s.", show_default=False)
+        int | None, typer.Option(min=1, help="Steps a block; without it as many as take 8 s.", show_default=False)
     ] = None,
     base_interval: Annotated[
         int | None, typer.Option(min=1, help="Steps between bases; without it four in each half.", show_default=False)
