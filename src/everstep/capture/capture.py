@@ -121,7 +121,9 @@ class Capture(Recorder):
 
     def after_update(self, optimizer: str) -> None:
         self._updates += 1
-        self._kept = {}
+        if self._kept:
+            kept, self._kept = self._kept, {}
+            self.dispose([kept])
         self._watch.after_update(optimizer)
 
     def put(self, item: Item) -> None:
