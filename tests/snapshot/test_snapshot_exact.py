@@ -661,19 +661,25 @@ def test_pools_of_a_run_that_was_closed_go_when_another_mode_has_taken_over(tmp_
         truth.run.close()
 
 
-@pytest.mark.parametrize("mode", ["delta", "snapshot"])
-def test_steps_that_only_a_pool_led_to_are_not_missed_when_it_goes(
-    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Snapshots, a kill, delta mode, and a kill before its first base is stored: its frames go on from the pool."""
+def left_in_a_pool(path: Path) -> tuple[nn.Module, Optimizer]:
+    """What was trained for three steps, and killed."""
     model = linear()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    truth = noted(tmp_path / "run", model, optimizer)
+    truth = noted(path, model, optimizer)
     for n in range(3):
         turn(model, optimizer, n)
         truth.commit()
     truth.run.flush()
     crash(truth.run)
+    return model, optimizer
+
+
+@pytest.mark.parametrize("mode", ["delta", "snapshot"])
+def test_steps_that_only_a_pool_led_to_are_not_missed_when_it_goes(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Snapshots, a kill, delta mode, and a kill before its first base is stored: its frames go on from the pool."""
+    model, optimizer = left_in_a_pool(tmp_path / "run")
     with monkeypatch.context() as patched:
         patched.setattr(everstep.Run, "_take_base", lambda run: None)
         run = everstep.attach(model, optimizer, tmp_path / "run", quiet=True, follower=False)
@@ -700,14 +706,7 @@ def test_steps_that_only_a_pool_led_to_are_not_missed_when_it_goes(
 
 def test_a_base_that_is_gone_is_missed_also_where_a_generation_went_on_from_a_pool(tmp_path: Path) -> None:
     """Once it was there, the steps that stand on it were called durable."""
-    model = linear()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    truth = noted(tmp_path / "run", model, optimizer)
-    for n in range(3):
-        turn(model, optimizer, n)
-        truth.commit()
-    truth.run.flush()
-    crash(truth.run)
+    model, optimizer = left_in_a_pool(tmp_path / "run")
     with everstep.attach(model, optimizer, tmp_path / "run", quiet=True, follower=False) as run:
         run.resume()
         run.flush()
