@@ -541,6 +541,7 @@ def test_real_schedulers_come_back(tmp_path: Any) -> None:
         {"base_interval": "often"}, {"batch_steps": None}, {"retention": {"bases": "two"}}, {"rename": 5}, {"layout": 5},
         {"mode": "snapshot", "pool": 5}, {"mode": "snapshot", "pool": b"/tmp"}, {"mode": "shadow", "shadow": 5},
         {"mode": "shadow", "max_lag_bytes": "2 GB"}, {"mode": "shadow", "shadow_idle_s": None},
+        {"tune": "yes"}, {"follower": 0},
         {"retention": {"steps": 3}}, {"retention": 3}, {"extras": {"x": 3}}, {"extras": {1: None}}, {"extras": [3]},
     ],
     ids=str,

@@ -167,6 +167,10 @@ class Options:
             value = getattr(self, name)
             if not isinstance(value, Real) and (name, value) != ("max_lag_bytes", None):
                 raise UsageError(f"{name} must be a number, not {value!r}")
+        for name in ("follower", "layerwise", "early", "tune", "direct_io", "quiet"):
+            value = getattr(self, name)
+            if not isinstance(value, bool) and (name, value) != ("direct_io", None):
+                raise UsageError(f"{name} must be True or False, not {value!r}")
         if self.rename is not None and not isinstance(self.rename, Mapping) and not callable(self.rename):
             raise UsageError(f"rename must be a function, or a dict of prefixes, not {self.rename!r}")
         if not isinstance(self.layout, Sequence) or isinstance(self.layout, str):
