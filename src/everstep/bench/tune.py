@@ -1,9 +1,10 @@
 """What the tuner's model predicts against what is measured: overhead, and recovery after a kill.
 
-A trainer process of the overhead benchmark's model runs with `tune=True`, and is killed twice. What its run has measured by
-then goes into the model, as the tuner does it; only what the tuner decides is not put into force, so that bases come at the
-interval that is asked for. The first recovery teaches the model how quick recoveries are, the second is compared with what
-it then expects. Overhead is measured beside that, in blocks with Everstep and without (overhead.py), at the same interval.
+A trainer process of the overhead benchmark's model runs with `tune=True`, and is killed again and again, at other distances
+from its last base. The first recoveries teach the model how quick recoveries are; what the run has measured by then goes
+into the model, as the tuner does it; only what the tuner decides is not put into force, so that bases come at the interval
+that is asked for. The later recoveries are compared with what the model expects, by the median. Overhead is measured beside
+that, in blocks with Everstep and without (overhead.py), at the same interval.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -33,6 +35,8 @@ from everstep.tune.model import AUTO, Limits, Measured, Setting, cost_of, shared
 
 BASES = 6
 """That the model learns from, before the first kill."""
+KILLS = (0.5, 0.25, 0.75)
+"""At which part of an interval a trainer is killed: once so that the model learns, and once more to compare."""
 
 _TRAINER = """
 import json, sys
@@ -76,20 +80,26 @@ def measure(settings: overhead.Settings, progress: Progress = silent) -> dict[st
         "codec": settings.codec,
     }  # fmt: skip
     num_bases = 3 if not settings.wait_for_follower else BASES
+    num_lives = 2 * len(KILLS) + 1
+    recoveries: list[tuple[float, int]] = []
+    known: Measured | None = None
     try:
-        progress("a run learns", 0, 3)
-        _life(arguments, lambda told: told["bases"] >= num_bases)
-        progress("killed once", 1, 3)
-        first = _life(arguments, lambda told: told["bases"] >= 2 and told["step"] % interval > interval // 2)
-        known = _measured(path, settings.num_threads)
-        progress("killed twice", 2, 3)
-        second = _life(arguments, lambda told: True)
-        progress("killed three times", 3, 3)
+        for i in range(num_lives):
+            progress("lives of a run", i, num_lives)
+            enough = _is_enough(interval, num_bases if i == 0 else 1, KILLS[i % len(KILLS)])
+            told = _life(arguments, enough if i < num_lives - 1 else lambda told: True)
+            if i:
+                recoveries.append(told["recovered"])
+            if i == len(KILLS):
+                known = _measured(path, settings.num_threads)
+        progress("lives of a run", num_lives, num_lives)
     finally:
         shutil.rmtree(top, ignore_errors=True)
+    assert known is not None
+    learned, compared = recoveries[: len(KILLS)], recoveries[len(KILLS) :]
+    expected = [known.load_s + known.replay_s * num_steps for _, num_steps in compared]
+    ratios = [expected_s / seconds for expected_s, (seconds, _) in zip(expected, compared, strict=True)]
     measured = overhead.measure(settings, progress)
-    seconds, num_steps = second["recovered"]
-    expected_s = known.load_s + known.replay_s * num_steps
     predicted = cost_of(known, Setting(base_interval=interval)).overhead
     ratio = measured["ratio"]
     return {
@@ -105,11 +115,17 @@ def measure(settings: overhead.Settings, progress: Progress = silent) -> dict[st
             "difference": predicted - (ratio["median"] - 1),
         },
         "recovery": {
-            "steps": num_steps, "predicted_s": expected_s, "measured_s": seconds, "ratio": expected_s / seconds,
-            "first_measured_s": first["recovered"][0], "first_steps": first["recovered"][1],
+            "steps": [num_steps for _, num_steps in compared], "predicted_s": expected,
+            "measured_s": [seconds for seconds, _ in compared], "ratio": statistics.median(ratios), "ratios": ratios,
+            "learned": learned,
         },
         "model": asdict(known),
     }  # fmt: skip
+
+
+def _is_enough(interval: int, num_bases: int, part: float) -> Callable[[dict[str, Any]], bool]:
+    """Whether a trainer is to be killed: after so many bases, when it is so far into an interval."""
+    return lambda told: told["bases"] >= num_bases and told["step"] % interval == int(part * interval)
 
 
 def _life(arguments: dict[str, Any], is_enough: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:

@@ -339,8 +339,11 @@ def _show_tune(found: Found) -> Shown:
     rows = [
         ("overhead", f"{100 * o['predicted']:.2f} %", f"{m['median']} ({m['low']} to {m['high']})",
          f"{100 * o['difference']:+.2f} points"),
-        (f"recovery, {r['steps']} steps to replay", f"{r['predicted_s']:.3f} s", f"{r['measured_s']:.3f} s",
-         f"{100 * (r['ratio'] - 1):+.0f} %"),
+        *((f"recovery, {num_steps} steps to replay", f"{expected_s:.3f} s", f"{seconds:.3f} s",
+           f"{100 * (ratio - 1):+.0f} %")
+          for num_steps, expected_s, seconds, ratio in zip(
+              r["steps"], r["predicted_s"], r["measured_s"], r["ratios"], strict=True)),
+        ("recovery, median", "", "", f"{100 * (r['ratio'] - 1):+.0f} %"),
     ]  # fmt: skip
     yield Table(("", "predicted", "measured", "difference"), rows)
     yield "predicted overhead: " + ", ".join(f"{name} {100 * value:.2f} %" for name, value in o["parts"].items())
