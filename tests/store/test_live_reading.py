@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import everstep
-from everstep.errors import CorruptionError
+from everstep.errors import CorruptionError, StepNotFoundError
 from everstep.follow.keeper import stored
 from everstep.format.documents import KeptDocument
 from everstep.restore import history, plan
@@ -20,6 +20,7 @@ from everstep.store.retention import Retention
 from everstep.store.runs import RunPath
 from everstep.store.segments import Segment
 from support import crash
+from truth import different
 
 
 @pytest.fixture
@@ -89,6 +90,18 @@ def test_what_retention_removes_while_a_run_is_replayed_is_not_missed(run: str, 
     report = everstep.open(run).verify(deep=True)
     assert report.problems == [] and done
     assert report.replayed_step == 17
+
+
+def test_a_step_that_retention_removes_while_it_is_restored_is_not_there(run: str, monkeypatch: Any) -> None:
+    before(monkeypatch, history, "fetch", lambda: retain(run))
+    with pytest.raises(StepNotFoundError, match=r"15.* to 17"):
+        everstep.open(run).state(12)
+
+
+def test_what_still_is_there_after_that_comes_back(run: str, monkeypatch: Any) -> None:
+    expected = everstep.open(run).state(16)
+    done = before(monkeypatch, history, "fetch", lambda: retain(run))
+    assert different(everstep.open(run).state(16), expected) == [] and done
 
 
 def test_what_somebody_else_removes_meanwhile_is_missed(run: str, monkeypatch: Any) -> None:

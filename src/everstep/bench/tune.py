@@ -1,10 +1,10 @@
 """What the tuner's model predicts against what is measured: overhead, and recovery after a kill.
 
 A trainer process of the overhead benchmark's model runs with `tune=True`, and is killed again and again, at other distances
-from its last base. The first recoveries teach the model how quick recoveries are; what the run has measured by then goes
-into the model, as the tuner does it; only what the tuner decides is not put into force, so that bases come at the interval
-that is asked for. The later recoveries are compared with what the model expects, by the median. Overhead is measured beside
-that, in blocks with Everstep and without (overhead.py), at the same interval.
+from its last base. What the run has measured by then goes into the model, as the tuner does it; only what the tuner decides
+is not put into force, so that bases come at the interval that is asked for. Once it has seen a few recoveries, each further
+one is compared with what the model expected right before it, by the median. Overhead is measured beside that, in blocks with
+Everstep and without (overhead.py), at the same interval.
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ from everstep.tune.model import AUTO, Limits, Measured, Setting, cost_of, shared
 
 BASES = 6
 """That the model learns from, before the first kill."""
-KILLS = (0.5, 0.25, 0.75)
-"""At which part of an interval a trainer is killed: once so that the model learns, and once more to compare."""
+KILLS = (0.5, 0.25, 0.75, 0.4, 0.1, 0.6, 0.3, 0.9)
+"""At which part of an interval a trainer is killed, one life after another."""
+NUM_LEARNED = 3
+"""Recoveries that the model has seen before one is compared with it."""
 
 _TRAINER = """
 import json, sys
@@ -80,36 +82,35 @@ def measure(settings: overhead.Settings, progress: Progress = silent) -> dict[st
         "codec": settings.codec,
     }  # fmt: skip
     num_bases = 3 if not settings.wait_for_follower else BASES
-    num_lives = 2 * len(KILLS) + 1
     recoveries: list[tuple[float, int]] = []
-    known: Measured | None = None
+    known: list[Measured] = []
     try:
-        for i in range(num_lives):
-            progress("lives of a run", i, num_lives)
-            enough = _is_enough(interval, num_bases if i == 0 else 1, KILLS[i % len(KILLS)])
-            told = _life(arguments, enough if i < num_lives - 1 else lambda told: True)
+        for i in range(len(KILLS) + 1):
+            progress("lives of a run", i, len(KILLS) + 1)
+            if i > NUM_LEARNED:
+                known.append(_measured(path, settings.num_threads))
+            enough = _is_enough(interval, num_bases if i == 0 else 1, KILLS[i]) if i < len(KILLS) else lambda told: True
+            told = _life(arguments, enough)
             if i:
                 recoveries.append(told["recovered"])
-            if i == len(KILLS):
-                known = _measured(path, settings.num_threads)
-        progress("lives of a run", num_lives, num_lives)
+        progress("lives of a run", len(KILLS) + 1, len(KILLS) + 1)
     finally:
         shutil.rmtree(top, ignore_errors=True)
-    assert known is not None
-    learned, compared = recoveries[: len(KILLS)], recoveries[len(KILLS) :]
-    expected = [known.load_s + known.replay_s * num_steps for _, num_steps in compared]
+    learned, compared = recoveries[:NUM_LEARNED], recoveries[NUM_LEARNED:]
+    expected = [each.load_s + each.replay_s * num_steps for each, (_, num_steps) in zip(known, compared, strict=True)]
     ratios = [expected_s / seconds for expected_s, (seconds, _) in zip(expected, compared, strict=True)]
     measured = overhead.measure(settings, progress)
-    predicted = cost_of(known, Setting(base_interval=interval)).overhead
+    last = known[-1]
+    predicted = cost_of(last, Setting(base_interval=interval)).overhead
     ratio = measured["ratio"]
     return {
         **{k: measured[k] for k in ("tokens", "num_threads", "num_parameters", "num_pairs", "base_interval", "codec")},
         "overhead": {
             "predicted": predicted,
             "parts": {
-                "hooks": known.hook_s / known.step_s,
-                "background": shared_s(known, known.codec(AUTO)) / known.step_s,
-                "bases": known.base_stall_s / interval / known.step_s,
+                "hooks": last.hook_s / last.step_s,
+                "background": shared_s(last, last.codec(AUTO)) / last.step_s,
+                "bases": last.base_stall_s / interval / last.step_s,
             },
             "measured": {end: value - 1 for end, value in ratio.items()},
             "difference": predicted - (ratio["median"] - 1),
@@ -119,7 +120,7 @@ def measure(settings: overhead.Settings, progress: Progress = silent) -> dict[st
             "measured_s": [seconds for seconds, _ in compared], "ratio": statistics.median(ratios), "ratios": ratios,
             "learned": learned,
         },
-        "model": asdict(known),
+        "model": asdict(last),
     }  # fmt: skip
 
 

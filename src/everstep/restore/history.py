@@ -160,6 +160,8 @@ class History:
             except CorruptionError as e:
                 if not all(still_has(line, source.step) for line in source.era.lines if source.step in line.bases):
                     continue  # it was overwritten: there are newer ones
+                if _removed(source):
+                    continue  # look again at what there is now
                 if step != "latest" or not set_back(self._path, source.era, source.step, e):
                     raise
 
@@ -242,6 +244,15 @@ def _verify_base(line: Line, manifest: Manifest, folder: str) -> None:
     except CorruptionError:
         if still_has(line, manifest.step) and not _removed_base(line, manifest, folder):
             raise
+
+
+def _removed(source: Source) -> bool:
+    """Whether retention has removed something that this step stood on since the run was read."""
+    plans = [(line, plan) for line in source.era.lines for plan in line.plans(source.step)]
+    return any(
+        _removed_base(line, plan.base, plan.base_folder) or any(_removed_frame(line, entry) for entry in plan.frames)
+        for line, plan in plans
+    )
 
 
 def _removed_base(line: Line, manifest: Manifest, folder: str) -> bool:

@@ -49,6 +49,8 @@ GRAIN_BYTES = 2 << 20
 MAX_GRAINS = 256
 DRIFT = 0.1
 """A measurement that is off by more than this part of what was planned with calls for another plan."""
+SAME = 1e-8
+"""Of a cycle: what happens so close together happens at the same moment."""
 _SEARCH = 10
 """Halvings of the memory budget."""
 
@@ -353,7 +355,7 @@ def _peak(snapshots: Sequence[Action], period_s: float) -> tuple[int, int]:
     for action in snapshots:
         assert action.copy_s is not None
         begin_s, end_s = action.copy_s[0], action.offload_s[1]
-        begin, end = (round(t / period_s % 1, 8) % 1 for t in (begin_s, end_s))
+        begin, end = (round(t / period_s % 1 / SAME) * SAME % 1 for t in (begin_s, end_s))
         changes += [(begin, action.num_bytes, action.piece), (end, -action.num_bytes, action.piece)]
         held += action.num_bytes * (math.floor((end_s - begin_s) / period_s) + (end < begin))
     peak = 0, 0
