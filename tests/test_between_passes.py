@@ -177,6 +177,7 @@ PROGRAMS: list[Program] = [
 @pytest.mark.filterwarnings("ignore::everstep.errors.HiddenEditWarning", "ignore::everstep.errors.UnprotectedWarning")
 @pytest.mark.parametrize("mode", ["delta", pytest.param("snapshot", marks=pytest.mark.long)])
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.__name__)
+@pytest.mark.sampled(2)
 def test_wherever_it_is_killed_it_ends_as_if_it_had_not_been(program: Program, mode: str, tmp_path: Path) -> None:
     plain = Training(None)
     program(plain)

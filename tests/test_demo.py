@@ -19,6 +19,7 @@ def run(*arguments: str, timeout_s: float = 280) -> subprocess.CompletedProcess[
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.long
 def test_the_quick_demo_is_killed_and_ends_equal_bit_for_bit(tmp_path: Path) -> None:
     done = run(str(EXAMPLES / "demo.py"), "--quick", "--dir", str(tmp_path / "demo"))
     assert done.returncode == 0, done.stdout + done.stderr

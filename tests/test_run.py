@@ -181,6 +181,7 @@ def test_several_updates_are_one_step(tmp_path: Any) -> None:
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("zero", ["after-step", "before-accumulation", "after-commit"])
 @pytest.mark.parametrize("make", [build, with_batchnorm])
+@pytest.mark.sampled(2)
 def test_gradient_accumulation_commits_only_at_updates(make: Any, zero: str, set_to_none: bool, tmp_path: Any) -> None:
     """Also where BatchNorm changes buffers in every forward."""
     model, optimizer = make()

@@ -44,6 +44,7 @@ def assert_warm_is_exact(ranks: list[dict[str, Any]], exact_from: int = 1) -> No
                 assert all(found["warm"]) and not found["notices"], (first, found)
 
 
+@pytest.mark.long
 def test_a_warmed_resume_has_every_bit_at_four_ranks_and_a_cold_one_has_not(tmp_path: Path) -> None:
     found = reports(tmp_path, "plain", "static")
     assert_warm_is_exact(found["plain"])

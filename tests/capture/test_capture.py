@@ -57,6 +57,7 @@ FUSED = ("Adagrad", "Adam", "AdamW", "SGD")
 
 @pytest.mark.parametrize("variant", ["loop", "foreach", "fused"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.sampled(2)
 def test_every_optimizer_in_every_variant_comes_back(name: str, variant: str, tmp_path: Any) -> None:
     if variant == "fused" and name not in FUSED:
         pytest.skip("torch has no fused kernel for it")

@@ -150,6 +150,7 @@ def test_training_is_what_it_is_without_everstep(path: Path) -> None:
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.sampled(3)
 def test_gradients_are_logged_as_consumed_whoever_owns_them(pattern: str, path: Path) -> None:
     loop = Loop(path, sgd)
     trainer = Trainer(loop.model, loop.optimizer)

@@ -267,6 +267,7 @@ def test_a_map_style_loader_resumes_exactly_at_every_batch(kind: str, own_genera
 @pytest.mark.parametrize(
     "kind", [k if k in WITH_WORKERS_IN_SHORT else pytest.param(k, marks=pytest.mark.long) for k in KINDS]
 )
+@pytest.mark.sampled(3)
 def test_a_map_style_loader_with_workers_resumes_exactly(kind: str, own_generator: bool, persistent: bool) -> None:
     def make() -> DataLoader[Any]:
         g = generator() if own_generator else None
@@ -287,6 +288,7 @@ def test_pinned_memory_makes_no_difference(num_workers: int) -> None:
 
 @pytest.mark.parametrize("own_generator", [False, True], ids=["global", "generator"])
 @pytest.mark.parametrize("workers", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}], ids=str)
+@pytest.mark.sampled(2)
 def test_passes_broken_off_in_the_middle_resume_exactly(workers: dict[str, Any], own_generator: bool) -> None:
     def make() -> DataLoader[Any]:
         return KINDS["replacement"](SeededDataset(Samples()), generator() if own_generator else None, **workers)
@@ -442,6 +444,7 @@ def test_a_sampler_of_the_users_own_resumes_exactly(sampler: type[Sampler[int]])
 @pytest.mark.parametrize(
     "sampler", [*OWN_SAMPLERS[:2], *(pytest.param(s, marks=pytest.mark.long) for s in OWN_SAMPLERS[2:]), DrawsEveryIndex]
 )
+@pytest.mark.sampled(3)
 def test_a_sampler_of_the_users_own_resumes_exactly_with_workers(sampler: type[Sampler[int]]) -> None:
     num_batches = len(sampler()) // 4  # type: ignore[arg-type]
     with warnings.catch_warnings():
@@ -772,6 +775,7 @@ def test_a_stateful_loader_resumes_exactly_at_every_batch(kind: str, own_generat
 @pytest.mark.parametrize(
     "kind", ["shuffle", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("batch_sampler", "counted"))]
 )
+@pytest.mark.sampled(2)
 def test_a_stateful_loader_with_workers_resumes_exactly(kind: str, own_generator: bool, persistent: bool) -> None:
     def make() -> Any:
         g = generator() if own_generator else None
@@ -936,6 +940,7 @@ class Shuffled:
         "range",
     ],
 )
+@pytest.mark.sampled(2)
 def test_a_consumed_loader_resumes_exactly(make: Make) -> None:
     assert_resumes_exactly(make, stops=[0, 2, 4, 5, 6, 9])
 

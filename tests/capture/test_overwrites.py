@@ -726,6 +726,7 @@ def hidden_clamp(model: Any) -> None:
 @pytest.mark.parametrize("disk", ["fast", "slow"])
 @pytest.mark.parametrize("before", [True, False], ids=["before-forward", "after-step"])
 @pytest.mark.parametrize("build", [tiny, large])
+@pytest.mark.sampled(2)
 def test_weights_clamped_through_data_at_every_step_simply_work(
     build: Any, before: bool, disk: str, tmp_path: Any
 ) -> None:
@@ -892,6 +893,7 @@ def edit_moments_openly(model: Any, optimizer: Any) -> None:
 @pytest.mark.parametrize("before", [True, False], ids=["before-forward", "after-step"])
 @pytest.mark.parametrize("at", [4, 5, 8, 9, LAST])
 @pytest.mark.parametrize("hide", [edit_weights, edit_moments, edit_moments_openly])
+@pytest.mark.sampled(3)
 def test_no_edit_of_a_large_model_is_restored_wrong_without_a_word(hide: Any, at: int, before: bool, tmp_path: Any) -> None:
     truth, _ = train_with_one_hidden_edit(tmp_path / "run", tiny, hide, at=at, steps=LAST, before=before)
     check_never_wrong(tmp_path / "run", truth)

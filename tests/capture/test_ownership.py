@@ -319,6 +319,7 @@ def train(
 
 @pytest.mark.parametrize("clean", [0, CLEAN], ids=["from-the-start", "in-mid-run"])
 @pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.sampled(3)
 def test_gradients_are_logged_as_consumed(pattern: str, clean: int, tmp_path: Any) -> None:
     truth = train(tmp_path / "run", sgd, pattern, clean=clean)
     check_history(tmp_path / "run", truth)
@@ -336,6 +337,7 @@ def as_if_large(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.sampled(3)
 def test_gradients_of_a_model_of_many_tensors_are_logged_as_consumed(
     pattern: str, as_if_large: None, tmp_path: Any
 ) -> None:
@@ -492,6 +494,7 @@ def test_foreach_nesterov_that_writes_into_gradients_is_logged_as_consumed(
 @pytest.mark.parametrize("scale", [2.0**10, 3.0])
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("clean", [0, CLEAN])
+@pytest.mark.sampled(2)
 def test_a_scaler_that_unscales_in_place_is_logged_as_consumed(
     clean: int, fused: bool, scale: float, tmp_path: Any
 ) -> None:
@@ -662,6 +665,7 @@ def test_ddp_is_logged_as_consumed(set_to_none: bool, bucket_view: bool, one_pro
     check_resume(tmp_path / "run", build, truth, STEPS)
 
 
+@pytest.mark.long
 def test_a_pattern_that_changes_and_changes_back_is_logged_as_consumed(tmp_path: Any) -> None:
     model, optimizer = sgd()
     trainer = Trainer(model, optimizer)

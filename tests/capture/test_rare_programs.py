@@ -166,16 +166,19 @@ class Counting(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("width", [4, 40])
+@pytest.mark.sampled(2)
 def test_an_optimizer_that_begins_to_accumulate(tmp_path: Path, width: int) -> None:
     check(Accumulates, adam, tmp_path / "run", width=width)
 
 
 @pytest.mark.parametrize("width", [4, 40])
+@pytest.mark.sampled(2)
 def test_gradients_that_stay_from_a_certain_step_on(tmp_path: Path, width: int) -> None:
     check(LeavesGradients, adam, tmp_path / "run", width=width)
 
 
 @pytest.mark.parametrize("width", [4, 40])
+@pytest.mark.sampled(2)
 def test_gradients_that_stay_while_another_optimizer_steps(tmp_path: Path, width: int) -> None:
     check(StepsNowAndThen, adam, tmp_path / "run", width=width)
 

@@ -178,6 +178,7 @@ def test_after_a_clean_close_residuals_are_exactly_what_they_were(tmp_path: Path
 
 
 @pytest.mark.parametrize("options", [{"follower": True}, {"mode": "shadow"}], ids=["follower", "shadow"])
+@pytest.mark.sampled(2)
 def test_after_a_clean_close_residuals_are_exact_where_a_follower_had_made_a_base_of_the_last_step(
     options: Any, tmp_path: Path
 ) -> None:

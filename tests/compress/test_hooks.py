@@ -352,6 +352,7 @@ def test_what_a_hook_cannot_change_is_no_state(state: Any) -> None:
     assert tap(lambda state, bucket: None, state).position() == {"state": {}}
 
 
+@pytest.mark.long
 def test_what_two_ranks_make_of_odd_gradients_is_alike_and_right(tmp_path: Path) -> None:
     cases = ("static", "sparse", "range", "buckets")
     assert spawned(tmp_path, 2, *cases) == [{case: [] for case in cases}] * 2

@@ -18,6 +18,7 @@ from everstep.store import files
 from support import crash
 
 
+@pytest.mark.long
 def test_a_real_kill_loses_no_step_that_was_written_and_at_most_what_is_in_flight(tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([p for p in sys.path if p])}
     done = subprocess.run(

@@ -26,6 +26,7 @@ def all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("setup", "family"), thinned(CASES, one_in=4))
+@pytest.mark.sampled(2)
 def test_a_run_with_early_hand_over_equals_one_that_never_used_everstep(setup: str, family: str, tmp_path: Path) -> None:
     choose = random.Random(f"{setup} {family}")
     kills = [Kill(choose.randint(3, 6), "backward", choose.randint(1, 2)), Kill(choose.randint(7, 12), "step", 1)]

@@ -29,7 +29,9 @@ from everstep.errors import InexactWarning
 from support import crash
 
 # A loop, a foreach that writes into gradients, and two fused ones: the four ways in which gradients are consumed.
-pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled"), pytest.mark.sampled(2),
+]  # fmt: skip
 FOUR = ["adam", "sgd-nesterov-foreach", "adamw-fused", "sgd-momentum-fused"]
 SCALES = [2.0**12, 1000.0]
 SPARSE = ["sparse-adam", "sparse-sgd-momentum", "sparse-adagrad"]

@@ -60,6 +60,7 @@ def crash_and_compare(
 
 
 @pytest.mark.parametrize(("setup", "family"), PRODUCT, ids=lambda v: str(v))
+@pytest.mark.sampled(3)
 def test_a_run_that_crashed_twice_equals_one_that_never_used_everstep(setup: str, family: str, tmp_path: Path) -> None:
     crash_and_compare(tmp_path / "run", setup, family)
 

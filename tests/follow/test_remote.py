@@ -197,6 +197,7 @@ def cut(shadow: Remote) -> None:
 
 @pytest.mark.parametrize("segment_bytes", [1, 100_000], ids=["one frame a segment", "several"])
 @pytest.mark.parametrize("is_told", [True, False], ids=["", "all is sent again"])
+@pytest.mark.sampled(2)
 def test_steps_that_were_folded_before_a_connection_was_cut_do_not_upset_what_is_received(
     is_told: bool, segment_bytes: int, remotes: Callable[..., Remote], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

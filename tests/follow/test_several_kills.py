@@ -34,6 +34,7 @@ def lose_the_host(made: Program) -> None:
 @pytest.mark.parametrize(
     "case", [LARGE, pytest.param({"setup": "cnn", "family": "sgd-nesterov-foreach"}, marks=pytest.mark.long)], ids=str
 )
+@pytest.mark.long
 def test_a_trainer_killed_again_and_again_goes_on_from_a_step_that_all_shadows_have(
     case: dict[str, Any], program: Callable[..., Program], hosts: Hosts
 ) -> None:

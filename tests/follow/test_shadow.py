@@ -149,6 +149,7 @@ MORE_CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", [*CASES, *(pytest.param(n, marks=pytest.mark.long) for n in MORE_CASES)])
+@pytest.mark.sampled(2)
 def test_the_shadow_holds_what_the_trainer_has_after_200_steps(
     name: str, attach: Callable[..., everstep.Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -68,6 +68,7 @@ def matrices(world: World, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", ["adamw", pytest.param("sgd", marks=pytest.mark.long)])
+@pytest.mark.sampled(3)
 def test_every_layout_goes_on_under_itself_and_as_one_process_and_back(
     kind: str, layout: str, matrices: dict[str, Matrix]
 ) -> None:

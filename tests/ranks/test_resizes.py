@@ -103,6 +103,7 @@ def forget_bases(path: Path, rank: int) -> None:
 
 
 @pytest.mark.parametrize(("first", "second"), [(4, 2), (2, 4), (2, 1)])
+@pytest.mark.sampled(2)
 def test_back_to_before_a_resize(threads: Threads, tmp_path: Path, first: int, second: int) -> None:
     path = tmp_path / "run"
     threads.run(first, job(path, first, 6))

@@ -69,6 +69,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", ["killed", "closed"])
+@pytest.mark.sampled(2)
 def test_a_part_of_a_state_is_restored_with_little_more_memory_than_it_has_itself(name: str, recorded: Path) -> None:
     state_bytes = 3 * LAYERS * WIDTH * WIDTH * 4
     arguments = [str(recorded / name), "1", str(NUM_READERS), str(BATCH_BYTES)]

@@ -25,6 +25,7 @@ def memory() -> Iterator[str]:
 @pytest.mark.parametrize(
     ("num_kills", "seed"), [(3, 1), pytest.param(60, 2, marks=[pytest.mark.long, pytest.mark.timeout(900)])]
 )
+@pytest.mark.long
 def test_ranks_killed_at_any_moment_go_on_from_one_step_to_the_end_of_plain_training(
     memory: str, num_kills: int, seed: int
 ) -> None:

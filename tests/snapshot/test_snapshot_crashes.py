@@ -82,6 +82,7 @@ def test_every_durable_byte_and_name_of_snapshot_mode_goes_through_the_one_modul
 
 
 @pytest.mark.parametrize("pool_mode", ["direct", "disk"])
+@pytest.mark.sampled(2)
 def test_crash_points_of_a_short_run_restore_to_a_durable_step(pool_mode: str, shm: Path) -> None:
     recording = record(f"{shm}/live", pool_mode=pool_mode)
     checker = Checker(str(shm), verify_every=9)

@@ -198,6 +198,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("name", "options"), CASES, ids=[name for name, _ in CASES])
+@pytest.mark.sampled(2)
 def test_every_state_that_a_kill_leaves_is_of_one_step(name: str, options: dict[str, Any], shm: Path) -> None:
     hidden = "memory" in name or name == "direct"
     options = {k: str(shm) if v == "shm" else v for k, v in options.items()}

@@ -232,6 +232,7 @@ def protect_again(rig: Rig, seconds: float = 20) -> None:
 
 @pytest.mark.parametrize("name", FAULTS)
 @pytest.mark.parametrize("durability", ["step", "batch", "os"])
+@pytest.mark.sampled(2)
 def test_with_warn_training_goes_on_says_so_and_protects_itself_again(
     durability: str, name: str, tmp_path: Path
 ) -> None:

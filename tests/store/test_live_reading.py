@@ -75,6 +75,7 @@ def before(monkeypatch: Any, where: Any, name: str, act: Callable[[], None]) -> 
     [(runs.bases, "read_manifest"), (Segment, "scan"), (history, "check_base"), (history, "_verify_frame")],
     ids=lambda each: each if isinstance(each, str) else "in",
 )
+@pytest.mark.sampled(2)
 def test_what_retention_removes_while_a_run_is_read_is_not_missed(
     where: Any, name: str, deep: bool, run: str, monkeypatch: Any
 ) -> None:

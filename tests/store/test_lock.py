@@ -274,6 +274,7 @@ def test_a_moved_run_is_still_locked(others: Any, tmp_path: Path) -> None:
         everstep.attach(*build(), tmp_path / "elsewhere", quiet=True)
 
 
+@pytest.mark.long
 def test_forked_children_run_nothing_of_ours_at_exit(tmp_path: Path) -> None:
     """A child that leaves in the ordinary way, with exit handlers, neither commits nor closes nor hangs."""
     code = f"""

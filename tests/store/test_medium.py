@@ -122,6 +122,7 @@ def test_a_failed_sync_is_a_storage_error_that_names_the_file(made: Medium, fold
         made.persist(0, 1)
 
 
+@pytest.mark.sampled(2)
 def test_views_outlive_the_medium(made: Medium) -> None:
     """Whoever still looks at its memory does not crash."""
     view = made.memory(GEOMETRY.data_at(0), BLOCK)
