@@ -108,6 +108,10 @@ class Inventory:
     replicas: dict[int, torch.Tensor] = field(default_factory=dict)
     """In a part: the memory of parameters that another rank stores, and that must be equal to its own."""
     places: list[Place] = field(default_factory=list)
+    empty: list[Place] = field(default_factory=list)
+    """Where a parameter or buffer is registered and None: a tensor may be put there later."""
+    children: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)
+    """(dict, key, module or None): another module there has other tensors."""
     containers: list[tuple[Any, int]] = field(default_factory=list)
     """Dicts of modules with their lengths: a new entry anywhere is seen by a changed length."""
     groups: dict[str, list[tuple[int, ...]]] = field(default_factory=dict)
@@ -120,6 +124,11 @@ class Inventory:
 
     def labels(self) -> dict[int, str]:
         return {atom.uid: atom.label() for atom in self.layout.atoms}
+
+    def to_fill(self, atoms: Mapping[int, Atom]) -> dict[int, Atom]:
+        """Of these, the buffers that are None here: a module makes them when it first needs them."""
+        uids = {place.uid for place in self.empty}
+        return {uid: atom for uid, atom in atoms.items() if uid in uids and atom.role == "buffer"}
 
     def params(self) -> dict[int, torch.Tensor]:
         """The live parameters; in a part, those that it has."""
@@ -212,6 +221,7 @@ def take_inventory(
                 _refuse_fsdp1(model_name, prefix, module)
                 for container in (module._parameters, module._buffers, module._modules):
                     inventory.containers.append((container, len(container)))
+                inventory.children += [(module._modules, key, child) for key, child in module._modules.items()]
             if model_name == RESIDUALS:
                 _add(found, inventory, model_name, prefix, module, renamer(None), of_residuals)
             else:
@@ -286,13 +296,16 @@ def _add(
 ) -> None:  # fmt: skip
     for role, container in (("param", module._parameters), ("buffer", module._buffers)):
         for key, tensor in container.items():
-            if tensor is None or not sharding.is_held(tensor):
+            if tensor is not None and not sharding.is_held(tensor):
                 continue
             name = called(f"{prefix}{key}")
             stored = patterns.name(name)
+            uid = (param_uid if role == "param" else buffer_uid)(model, stored)
+            if tensor is None:
+                inventory.empty.append(Place(container, key, uid))
+                continue
             old = found.get(id(tensor))
             if old is None:
-                uid = (param_uid if role == "param" else buffer_uid)(model, stored)
                 persistent = role == "param" or key not in module._non_persistent_buffers_set
                 old = found[id(tensor)] = _Found(uid, tensor, role, model, stored, persistent=persistent)
             alias = name if old.owner == model else f"{model}:{name}"

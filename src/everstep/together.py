@@ -317,7 +317,8 @@ class Together:
     def _restore_part(self, source: Source, full: Inventory, held: list[list[Holding]]) -> Restored:
         """This rank's boxes of a step."""
         at = source.step
-        here = {h.uid for mine in held for h in mine}
+        to_fill = full.to_fill(source.atoms)
+        here = {h.uid for mine in held for h in mine} | to_fill.keys()
         missing = [
             a.label()
             for uid, a in source.atoms.items()
@@ -333,7 +334,7 @@ class Together:
         # What joined its optimizer in mid-run may be in none yet; what is in another rank's alone is none of ours.
         updated |= full.tensors.keys() - {h.uid for mine in held for h in mine if h.optimized}
         restored = fetch(
-            source, full.layout.by_uid(), rank=self._ranks.rank, world_size=self._ranks.size,
+            source, {**full.layout.by_uid(), **to_fill}, rank=self._ranks.rank, world_size=self._ranks.size,
             live=self._opened.training.optimizers, stateful=updated,
         )  # fmt: skip
         order_like(restored.state, full)

@@ -28,10 +28,12 @@ class Structure:
     def take(self) -> Inventory:
         """Read the live objects again."""
         inventory = self.inventory = self._take()
-        places = inventory.places
-        holders = [p.container for p in places]
-        keys = [p.key for p in places]
-        hung = [inventory.live[p.uid] for p in places]
+        places = [
+            *((p.container, p.key, inventory.live[p.uid]) for p in inventory.places),
+            *((p.container, p.key, None) for p in inventory.empty),
+            *inventory.children,
+        ]
+        holders, keys, hung = ([place[i] for place in places] for i in range(3))
         containers = [c for c, _ in inventory.containers]
         lengths = [n for _, n in inventory.containers]
         self._whole = (holders, keys, hung, containers, lengths)

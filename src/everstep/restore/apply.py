@@ -47,10 +47,11 @@ def _describe(atom: Atom) -> str:
 
 def _compare_atoms(state: State, live: Inventory) -> list[str]:
     saved, now = state.layout.by_uid(), live.layout.by_uid()
+    to_fill = live.to_fill(saved)
     problems = [
         f"{a.label()} ({a.role} {_describe(a)}) is in the run but not in the model"
         for uid, a in saved.items()
-        if uid not in now and not _made_by_optimizer(a, state) and a.placement != "rank-local"
+        if uid not in now and uid not in to_fill and not _made_by_optimizer(a, state) and a.placement != "rank-local"
     ]
     problems += [
         f"{a.label()} ({a.role} {_describe(a)}) is in the model but not in the run"
@@ -166,6 +167,11 @@ def apply(
             param.requires_grad_(saved[uid].requires_grad)
             carried = state.carried.get(uid)
             param.grad = None if carried is None else sharding.like(carried.clone().to(tensor.device), param)
+    device = next((tensor.device for tensor in live.tensors.values()), torch.device("cpu"))
+    to_fill = live.to_fill(saved).keys() & state.tensors.keys()
+    for place in live.empty:
+        if place.uid in to_fill:
+            place.container[place.key] = state.tensors[place.uid].clone().to(device)
     for name, optimizer in optimizers.items():
         _apply_optimizer(state, live, name, optimizer)
 

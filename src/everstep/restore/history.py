@@ -135,7 +135,8 @@ class History:
         def take(source: Source) -> Restored:
             if source.era.world_size == 1 and not any(atom.boxes for atom in live.layout.atoms):
                 return fetch(source, source.atoms, live=optimizers)
-            found = fetch(source, live.layout.by_uid(), rank=rank, world_size=world_size, live=optimizers)
+            wanted = {**live.layout.by_uid(), **live.to_fill(source.atoms)}
+            found = fetch(source, wanted, rank=rank, world_size=world_size, live=optimizers)
             order_like(found.state, live)
             return found
 
