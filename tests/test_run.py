@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import textwrap
+import warnings
 from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -102,6 +105,44 @@ def test_attach_names_modules_whose_extra_state_is_not_stored(tmp_path: Any) -> 
     model = nn.Sequential(nn.Linear(2, 2), Counts(2, 2))
     with pytest.warns(everstep.errors.InexactWarning, match=r"model 1 \(Counts\) keeps state by get_extra_state"):
         everstep.attach(model, torch.optim.SGD(model.parameters(), 0.1), tmp_path / "run", quiet=True).close()
+
+
+@pytest.mark.parametrize("mode", ["delta", "snapshot"])
+def test_the_first_commit_names_what_else_drives_the_optimizer_and_is_not_stored(mode: str, tmp_path: Any) -> None:
+    class Own:
+        """May hold anything."""
+
+        def state_dict(self) -> dict[str, int]:
+            return {}
+
+        def load_state_dict(self, state: dict[str, int]) -> None: ...
+
+    def begin(name: str, extras: Callable[[Any, Any], dict[str, Any]]) -> list[Any]:
+        model, optimizer = build()
+        scheduler, scaler = torch.optim.lr_scheduler.StepLR(optimizer, 2), torch.amp.GradScaler("cpu", init_scale=4.0)
+        given = extras(scheduler, scaler)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            with everstep.attach(model, optimizer, tmp_path / name, extras=given, quiet=True, mode=mode) as run:
+                run.resume()
+                for _ in range(3):
+                    scaler.scale(model(torch.randn(2, 4)).square().mean()).backward()
+                    scaler.step(optimizer)
+                    scaler.update()
+                    optimizer.zero_grad()
+                    scheduler.step()
+                    run.commit()
+        return [each for each in told if each.category is everstep.errors.InexactWarning]
+
+    (told,) = begin("forgotten", lambda scheduler, scaler: {})
+    assert re.search("a scheduler sets .* of 'optimizer', and a GradScaler scales", str(told.message))
+    assert told.filename == __file__
+    (told,) = begin("without-scaler", lambda scheduler, scaler: {"scheduler": scheduler})
+    assert "a GradScaler" in str(told.message) and "a scheduler sets" not in str(told.message)
+    (told,) = begin("without-scheduler", lambda scheduler, scaler: {"scaler": scaler})
+    assert "a GradScaler" not in str(told.message) and "a scheduler sets" in str(told.message)
+    assert begin("known", lambda scheduler, scaler: {"scheduler": scheduler, "scaler": scaler}) == []
+    assert begin("own", lambda scheduler, scaler: {"trainer": Own()}) == []
 
 
 def test_attach_says_where_and_how_in_one_line(tmp_path: Any, capfd: Any) -> None:

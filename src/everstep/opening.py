@@ -9,13 +9,14 @@ import socket
 import sys
 import uuid
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from everstep import cursor as cursors
 from everstep import rng
@@ -346,6 +347,27 @@ def warn_of_extra_state(models: Mapping[str, nn.Module]) -> None:
             "and begins anew when the run is resumed. Keep it in a buffer, or in an object of extras",
             InexactWarning,
             stacklevel=4,
+        )
+
+
+def warn_of_forgotten(optimizers: Mapping[str, Optimizer], scalers: Sequence[Any], extras: Mapping[str, Any]) -> None:
+    """InexactWarning of what else has state and drives these optimizers, and is in no extra: it would begin anew."""
+    if any(not type(extra).__module__.startswith("torch.") for extra in extras.values()):
+        return  # an object of the user's own, which may hold it
+    known = [getattr(extra, "optimizer", None) for extra in extras.values() if isinstance(extra, LRScheduler)]
+    found = [
+        f"a scheduler sets the learning rate of {name!r}"
+        for name, optimizer in optimizers.items()
+        if hasattr(optimizer.step, "_wrapped_by_lr_sched") and not any(optimizer is each for each in known)
+    ]
+    if any(scaler.is_enabled() and not any(scaler is extra for extra in extras.values()) for scaler in scalers):
+        found.append("a GradScaler scales the gradients")
+    if found:
+        warnings.warn(
+            f"{', and '.join(found)}, which Everstep was not given: what it counts is not stored, and begins anew when the "
+            "run is resumed. Pass such objects to attach(), as in extras={'scheduler': scheduler, 'scaler': scaler}",
+            InexactWarning,
+            stacklevel=5,
         )
 
 

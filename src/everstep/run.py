@@ -23,7 +23,7 @@ from everstep.errors import EverstepError, StorageError, UnprotectedWarning, Usa
 from everstep.follow.attend import ShadowKeeper
 from everstep.follow.keeper import Keeper
 from everstep.generation import Leftovers, Resumed, computes_differently, own_pools
-from everstep.opening import open_run, warn_of_extra_state
+from everstep.opening import open_run, warn_of_extra_state, warn_of_forgotten
 from everstep.options import Options
 from everstep.passes import Passes
 from everstep.restore.execute import Restored
@@ -335,8 +335,8 @@ class Run:
         keeper = self._keeper
         assert keeper is not None
         self._passes.committed()
-        if self._commits == PACE_AFTER:
-            self._say(self._pace_line(capture))
+        if self._commits <= PACE_AFTER:
+            self._tell_of_beginning(capture)
         base = capture.snapshot
         if self._rebase or (self._unprotected_since is not None and self._is_torn(capture)):
             self._rebase = False
@@ -361,6 +361,12 @@ class Run:
             capture.stall_s += time.perf_counter() - begun
         if wanted and not capture.errors():
             self._take_base()
+
+    def _tell_of_beginning(self, capture: Capture | States) -> None:
+        if self._commits == 1:
+            warn_of_forgotten(self._opened.training.optimizers, capture.scalers, self._extras)
+        if self._commits == PACE_AFTER:
+            self._say(self._pace_line(capture))
 
     def _is_torn(self, capture: Capture | States) -> bool:
         """Whether the last base was disturbed, and nothing has failed."""

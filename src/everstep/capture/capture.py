@@ -90,6 +90,8 @@ class Capture(Recorder):
 
     def before_update(self, tap: Tap) -> None:
         """An optimizer is about to change the state."""
+        if not tap.updates:
+            self.look_for_scaler()
         for each in self.taps.values():
             each.settle(force=True)
         self.stall_s += self._auditor.end()

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import dataclass
 from typing import Any
+
+import torch
+
+_LOOK_UP = 16
+"""Calls between a gradient scaler's step() and a hook of the optimizer's are fewer."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +38,21 @@ class Recorder:
         """Time of all steps, stalls included, pauses left out."""
         self._stall_before_s = 0.0
         self._last_commit = time.perf_counter()
+        self.scalers: list[Any] = []
+        """Gradient scalers that have called an attached optimizer's first step."""
+
+    def look_for_scaler(self) -> None:
+        """In a hook of an optimizer's step: nothing but the stack tells who has called it."""
+        frame = sys._getframe(1)
+        for _ in range(_LOOK_UP):
+            caller = frame.f_locals.get("self")
+            if isinstance(caller, torch.amp.GradScaler):
+                if not any(caller is each for each in self.scalers):
+                    self.scalers.append(caller)
+                return
+            if frame.f_back is None:
+                return
+            frame = frame.f_back
 
     @property
     def generation(self) -> int:

@@ -102,6 +102,7 @@ class States(Recorder):
         self._volatile: set[int] = set()
         """uids of tensors that are edited between a commit and the next update: they are copied at once."""
         self._room: Room = NoRoom()
+        self._has_looked = False
         self._updates = 0
         self._forks = forks.count
         self._hyper = self._live.hyper()
@@ -168,6 +169,9 @@ class States(Recorder):
         if forks.count != self._forks:
             return  # a forked child trains for itself: no thread carries anything there
         begun, stalled = time.perf_counter(), self.stall_s
+        if not self._has_looked:
+            self._has_looked = True
+            self.look_for_scaler()
         if not self._updates:
             self._means.add("quiet_s", begun - self._committed_at)
         self._quiet_ends(begun)
