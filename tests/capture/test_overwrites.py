@@ -128,6 +128,80 @@ def state_seldom_hashed(as_if_large: None, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(Auditor, "_hash_some", some)
 
 
+def many() -> Built:
+    """More state tensors than the training thread looks at, and so small that it hashes them all."""
+    torch.manual_seed(1)
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(40)])
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def forget_all(optimizer: Any) -> None:
+    optimizer.state = type(optimizer.state)(dict)
+
+
+def clear(optimizer: Any) -> None:
+    optimizer.state.clear()
+
+
+def other_moments(optimizer: Any) -> None:
+    for p in optimizer.state:
+        optimizer.state[p]["exp_avg"] = torch.ones_like(p)
+
+
+def one_other_moment(optimizer: Any) -> None:
+    p = list(optimizer.state)[-1]
+    optimizer.state[p]["exp_avg_sq"] = torch.ones_like(p)
+
+
+def halve(optimizer: Any) -> None:
+    for values in optimizer.state.values():
+        values["exp_avg"].mul_(0.5)
+
+
+def forget_one(optimizer: Any) -> None:
+    del optimizer.state[next(iter(optimizer.state))]
+
+
+def as_equal_objects(optimizer: Any) -> None:
+    optimizer.state = copy.copy(optimizer.state)
+    for p, values in optimizer.state.items():
+        optimizer.state[p] = {key: value.clone() for key, value in values.items()}
+
+
+EDITS_OF_STATE = pytest.mark.parametrize(
+    "edit", [forget_all, clear, other_moments, one_other_moment, halve, forget_one, as_equal_objects],
+    ids=lambda edit: edit.__name__,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["after-the-update", "before-the-update"])
+@EDITS_OF_STATE
+def test_optimizer_state_that_is_edited_once_is_right_at_every_step(
+    edit: Callable[[Any], None], before: bool, tmp_path: Any
+) -> None:
+    def at_8(t: int, model: Any, optimizer: Any) -> None:
+        if t == 8:
+            edit(optimizer)
+
+    check(tmp_path / "run", many, train(tmp_path / "run", many, at_8, steps=11, before=before), 11)
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["after-the-update", "before-the-update"])
+@EDITS_OF_STATE
+def test_where_it_is_large_the_step_may_be_refused_and_the_next_are_right(
+    edit: Callable[[Any], None], before: bool, tmp_path: Any, as_if_large: None
+) -> None:
+    def at_8(t: int, model: Any, optimizer: Any) -> None:
+        if t == 8:
+            edit(optimizer)
+
+    truth = train(tmp_path / "run", tiny, at_8, steps=11, before=before)
+    assert set(check_never_wrong(tmp_path / "run", truth)) <= ({7, 8} if before else {8})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UnprovenWarning)
+        check_resume(tmp_path / "run", tiny, truth, 11)
+
+
 # -- edits that version counters show ---------------------------------------------------------------------------------
 
 

@@ -14,7 +14,7 @@ Everything here runs on the training thread.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from itertools import chain
 from operator import add, attrgetter, is_
@@ -210,8 +210,8 @@ class Watch:
         except TypeError:  # an optimizer that keeps other things than dicts in its state
             return [v for s in self._optimizers[name].state.values() if isinstance(s, dict) for v in s.values()]
 
-    def _read_states(self, name: str) -> None:
-        """Learn the optimizer's state tensors anew."""
+    def states_now(self, name: str) -> list[Watched]:
+        """The optimizer's state tensors as they hang there (any thread)."""
         optimizer = self._optimizers[name]
         uid_of = self._inventory.uid_of
         labels = self._inventory.labels()
@@ -226,11 +226,15 @@ class Watch:
                     w = Watched(uid, sharding.local(value), f"{name}: {key} of {labels[param]}", (name, param, key))
                     w.volatile = uid in self._volatile
                     found.append(w)
-        self._states[name] = found
+        return found
+
+    def _read_states(self, name: str) -> None:
+        """Learn the optimizer's state tensors anew."""
+        found = self._states[name] = self.states_now(name)
         self._state_tensors[name] = [w.tensor for w in found]
         self._everything = None
         self._state_values[name] = self.values(name)
-        self._state_sizes[name] = len(optimizer.state)
+        self._state_sizes[name] = len(self._optimizers[name].state)
         self._read_state_versions(name)
 
     def _read_state_versions(self, name: str) -> list[int]:
@@ -292,7 +296,7 @@ class Watch:
         found = []
         for name in self._optimizers:
             delta = self._deltas[name]
-            if len(self._state_tensors[name]) > LOOK_HERE_TENSORS and delta is not None:
+            if not self._looks_here(name) and delta is not None:
                 found.append(
                     StateLook(self, name, self._state_values[name], self._state_tensors[name],
                               self._state_versions[name], delta.states, self._unread_updates[name])
@@ -316,12 +320,13 @@ class Watch:
         """What changed since the last boundary, copied, as far as it must be known before an update."""
         if self._calm and not self._alarm:
             return []
-        if self._alarm:
+        alarm = set(self._alarm)
+        if alarm:
             self._calm = False
-            self._unstable |= self._alarm
-            self._alarm.clear()
+            self._unstable |= alarm
+            self._alarm -= alarm
         if self._precise():
-            return self._check_all()
+            return self._check_all(alarm)
         changed: dict[int, Watched] = {}
         touched: dict[tuple[str, int], None] = {}
         self._check_bytes(changed, touched)
@@ -345,7 +350,7 @@ class Watch:
         if len(updated) != 1 or self._updates[updated[0]] != 1:
             return False
         for name, optimizer in self._optimizers.items():
-            if len(optimizer.state) != self._state_sizes[name] or len(self._state_tensors[name]) <= LOOK_HERE_TENSORS:
+            if len(optimizer.state) != self._state_sizes[name] or self._looks_here(name):
                 return False
         delta = self._deltas[updated[0]]
         if delta is None:
@@ -359,16 +364,26 @@ class Watch:
         self._unread_updates[updated[0]] += 1
         return True
 
+    def _looks_here(self, name: str) -> bool:
+        """Whether the training thread compares this optimizer's state at each commit: few tensors, or an audit that is
+        taken by the training thread itself."""
+        return len(self._state_tensors[name]) <= LOOK_HERE_TENSORS or self._whole_slice
+
     def _precise(self) -> bool:
         """Whether counters are read around every update, because its effect on them is not (yet) known."""
         return self._full_left > 0 or bool(self._unstable) or None in self._deltas.values()
 
-    def _check_all(self) -> list[Item]:
-        """Compare with the last look, which was taken right after the last update."""
+    def _check_all(self, alarm: Set[str] = frozenset()) -> list[Item]:
+        """Compare with the last look, which was taken right after the last update.
+
+        Not so where an `alarm` was found by the audit's thread: the last update may have gone by what had been edited before
+        it. So parameters are stored with their state.
+        """
         changed = self._moved_tensors(None)
         touched: dict[tuple[str, int], None] = {}
         for name in self._optimizers:
             self._check_states(name, touched)
+        changed.update({uid: self._by_uid[uid] for name, uid in touched if name in alarm and uid in self._by_uid})
         self._check_bytes(changed, touched)
         return self._items(changed, touched)
 
@@ -385,7 +400,7 @@ class Watch:
         touched: dict[tuple[str, int], None] = {}
         for name, optimizer in self._optimizers.items():
             before = len(touched)
-            if len(self._state_tensors[name]) <= LOOK_HERE_TENSORS or len(optimizer.state) != self._state_sizes[name]:
+            if self._looks_here(name) or len(optimizer.state) != self._state_sizes[name]:
                 self._check_states(name, touched)
             if len(touched) > before and self._updates[name]:
                 self._unexpected(name)
