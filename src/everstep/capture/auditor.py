@@ -15,6 +15,8 @@ import queue
 import time
 from collections import deque
 
+import torch
+
 from everstep import background
 from everstep.atoms import PIECE_ELEMENTS
 from everstep.capture.pending import Audit
@@ -28,7 +30,8 @@ MAX_BURST = 0.5
 """Of a step: what optimizer state may take at once."""
 
 
-_Job = tuple[Audit, list[Watched], list[int], list[Watched], list[StateLook], float]
+_Known = list[tuple[list[torch.Tensor], list[int]]]
+_Job = tuple[Audit, list[Watched], list[int], list[Watched], list[StateLook], float, _Known]
 
 
 class Auditor:
@@ -44,18 +47,20 @@ class Auditor:
         self._cut = self._hurry = False
         self._turn = 0
         self._saved_s = self._pass_s = 0.0
+        self._known: dict[int, int] = {}
         self.error: BaseException | None = None
         self.busy_s = self.cpu_s = 0.0
         self._thread = background.start(self._run, "everstep-audit")
 
     def begin(
         self, audit: Audit, must: list[Watched], versions: list[int], may: list[Watched], looks: list[StateLook],
-        step_s: float,
+        step_s: float, known: _Known,
     ) -> None:  # fmt: skip
-        """Hash S(step) as soon as somebody calls wake(). Called at the commit; `versions` are those of `must` then."""
+        """Hash S(step) as soon as somebody calls wake(). Called at the commit; `versions` are those of `must` then, and
+        `known` tells some of `may`'s."""
         self._current = audit
         self._cut = self._hurry = False
-        self._left.append((audit, must, versions, may, looks, step_s))
+        self._left.append((audit, must, versions, may, looks, step_s, known))
 
     def wake(self) -> None:
         """Start what begin() has left (any thread)."""
@@ -104,9 +109,10 @@ class Auditor:
 
     def _hash(
         self, audit: Audit, must: list[Watched], versions: list[int], may: list[Watched], looks: list[StateLook],
-        step_s: float,
+        step_s: float, known: _Known,
     ) -> None:  # fmt: skip
         begun = time.perf_counter()
+        self._known = {id(t): version for each in known for t, version in zip(*each, strict=True)}
         complete = True
         edited = [look for look in looks if not look.run()]
         for w, version in zip(must, versions, strict=True):
@@ -118,7 +124,7 @@ class Auditor:
         may_bytes = sum(w.alias.numel() * w.itemsize for w in may)
         if may_bytes <= ALWAYS_BYTES or edited:
             for w in may:
-                complete &= _hash_one(audit, w)
+                complete &= _hash_one(audit, w, self._known.get(id(w.tensor)))
             may = []
         hash_replicas(audit)
         audit.must_done.set()
@@ -141,7 +147,8 @@ class Auditor:
         for i in range(len(may)):
             if self._cut or (not unhurried and (self._hurry or time.perf_counter() > begun + burst_s)):
                 break
-            complete &= _hash_one(audit, may[(self._turn + i) % len(may)])
+            w = may[(self._turn + i) % len(may)]
+            complete &= _hash_one(audit, w, self._known.get(id(w.tensor)))
             done += 1
         took = time.perf_counter() - begun
         self._turn += done

@@ -234,7 +234,9 @@ class Capture(Recorder):
             audit.done.set()
             return audit
         self.stall_s += self._auditor.end()
-        self._auditor.begin(audit, *watch.quiet_targets(), watch.states_to_look_at(), self.step_s)
+        self._auditor.begin(
+            audit, *watch.quiet_targets(), watch.states_to_look_at(), self.step_s, watch.looked_at()
+        )
         return audit
 
     def _store_results(self, tap: Tap) -> None:
@@ -263,7 +265,7 @@ class Capture(Recorder):
 
     def _restructure(self) -> None:
         """Atoms or groups have changed: record how, and look at the new ones from now on."""
-        for item in self._watch.at_commit():
+        for item in (*self._watch.at_commit(), *self._watch.before_install()):
             self.put(item)
         old = self._inventory
         new = self._inventory = self._structure.take()

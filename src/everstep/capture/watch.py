@@ -303,6 +303,10 @@ class Watch:
                 )  # fmt: skip
         return found
 
+    def looked_at(self) -> list[tuple[list[torch.Tensor], list[int]]]:
+        """State tensors that the training thread has compared at this commit, and their version counters then."""
+        return [(self._state_tensors[n], self._state_versions[n]) for n in self._optimizers if self._looks_here(n)]
+
     def look_at_states(self, name: str) -> None:
         """The optimizer's state was replaced: the next check must see it."""
         self._calm = False
@@ -343,6 +347,10 @@ class Watch:
             items += pack.changes()
             self.reshaped |= pack.reshaped
         return items
+
+    def before_install(self) -> list[Item]:
+        """All is about to be learned anew: what has been left to the audit's thread is looked at now, as at an alarm."""
+        return self._check_all(self._optimizers.keys())
 
     def _as_expected(self) -> bool:
         """Whether all counters are where one update of one optimizer brings them: what is usual, found out quickly."""
@@ -456,27 +464,31 @@ class Watch:
     def _check_states(self, name: str, touched: dict[tuple[str, int], None]) -> None:
         values = self.values(name)
         cached = self._state_values[name]
-        if len(values) != len(cached) or not all(map(is_, values, cached)):
-            before = {w.uid: w for w in self._states[name]}
+        before = {w.uid: (w.tensor, version) for w, version in zip(self._states[name], self.expected(name), strict=True)}
+        owners = [w.owner for w in self._states[name]]
+        if len(values) == len(cached) and all(map(is_, values, cached)):
+            self._read_state_versions(name)
+        else:
             self._read_states(name)
             self._deltas[name] = None
-            for w in self._states[name]:
-                known = before.pop(w.uid, None)
-                if (known is None or known.tensor is not w.tensor) and w.owner is not None:
-                    touched[(name, w.owner[1])] = None
-            touched.update({(name, w.owner[1]): None for w in before.values() if w.owner is not None})
+            now = {w.uid for w in self._states[name]}
+            gone = [owner for uid, owner in zip(before, owners, strict=True) if uid not in now]
+            touched.update({(name, owner[1]): None for owner in gone if owner is not None})
             # Values that are no tensors (numbers, None) may have been set too.
             touched.update(dict.fromkeys(self._non_tensor_owners(name)))
-            return
-        delta = self._deltas[name]
-        count = self._unread_updates[name]
-        expected = self._state_versions[name]
-        if count:
-            assert delta is not None
-            expected = _moved(expected, delta.states, count)
-        for w, new, old in zip(self._states[name], self._read_state_versions(name), expected, strict=True):
-            if new != old and w.owner is not None:
+        for w, version in zip(self._states[name], self._state_versions[name], strict=True):
+            tensor, expected = before.get(w.uid, (None, -1))
+            if w.owner is not None and (tensor is not w.tensor or version != expected):
                 touched[(name, w.owner[1])] = None
+
+    def expected(self, name: str) -> list[int]:
+        """Version counters of the state, where the updates since they were last read have brought them."""
+        count, versions = self._unread_updates[name], self._state_versions[name]
+        if not count:
+            return versions
+        delta = self._deltas[name]
+        assert delta is not None
+        return _moved(versions, delta.states, count)
 
     def _non_tensor_owners(self, name: str) -> list[tuple[str, int]]:
         uid_of = self._inventory.uid_of
