@@ -462,23 +462,22 @@ class Watch:
         return items
 
     def _check_states(self, name: str, touched: dict[tuple[str, int], None]) -> None:
-        values = self.values(name)
-        cached = self._state_values[name]
-        before = {w.uid: (w.tensor, version) for w, version in zip(self._states[name], self.expected(name), strict=True)}
-        owners = [w.owner for w in self._states[name]]
+        values, cached = self.values(name), self._state_values[name]
+        states, expected = self._states[name], self.expected(name)
         if len(values) == len(cached) and all(map(is_, values, cached)):
-            self._read_state_versions(name)
+            if self._read_state_versions(name) == expected:
+                return
         else:
             self._read_states(name)
             self._deltas[name] = None
             now = {w.uid for w in self._states[name]}
-            gone = [owner for uid, owner in zip(before, owners, strict=True) if uid not in now]
-            touched.update({(name, owner[1]): None for owner in gone if owner is not None})
+            touched.update({(name, w.owner[1]): None for w in states if w.owner is not None and w.uid not in now})
             # Values that are no tensors (numbers, None) may have been set too.
             touched.update(dict.fromkeys(self._non_tensor_owners(name)))
+        before = {w.uid: (w.tensor, version) for w, version in zip(states, expected, strict=True)}
         for w, version in zip(self._states[name], self._state_versions[name], strict=True):
-            tensor, expected = before.get(w.uid, (None, -1))
-            if w.owner is not None and (tensor is not w.tensor or version != expected):
+            tensor, then = before.get(w.uid, (None, -1))
+            if w.owner is not None and (tensor is not w.tensor or version != then):
                 touched[(name, w.owner[1])] = None
 
     def expected(self, name: str) -> list[int]:
