@@ -49,8 +49,9 @@ def test_the_demo_says_what_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     import everstep
 
-    model, optimizer, _, loader = gpt.build(gpt.SIZES["tiny"], 2)
-    with everstep.attach(model, optimizer, tmp_path / "run", quiet=True, follower=False) as run:
+    model, optimizer, schedule, loader = gpt.build(gpt.SIZES["tiny"], 2)
+    extras = {"schedule": schedule}
+    with everstep.attach(model, optimizer, tmp_path / "run", extras=extras, quiet=True, follower=False) as run:
         reference = {}
         for batch in run.steps(loader):
             loss = gpt.learn(model, optimizer, batch)

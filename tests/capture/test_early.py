@@ -195,6 +195,7 @@ def test_a_norm_below_the_limit_leaves_gradients_as_they_left(path: Path) -> Non
     loop.check()
 
 
+@pytest.mark.filterwarnings("ignore:a GradScaler scales:everstep.errors.InexactWarning")
 @pytest.mark.parametrize("build", [adamw_fused, sgd], ids=["fused", "loop"])
 @pytest.mark.parametrize("clips", [False, True], ids=["unscaled", "unscaled-and-clipped"])
 def test_a_grad_scaler_is_one_multiplication_and_its_skipped_steps_leave_nothing(

@@ -727,6 +727,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.long
 def test_buckets_are_updated_when_reduced_and_what_cannot_be_raises_on_every_rank(tmp_path: Path) -> None:
     for case, ranks in reports(tmp_path, "plain", "unused", *REFUSED).items():
         for report in ranks:

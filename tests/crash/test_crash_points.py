@@ -324,6 +324,7 @@ def test_steps_after_a_kill_and_a_restart_survive_a_crash_of_the_host(shm: str) 
     assert checker.num_images > 200
 
 
+@pytest.mark.long
 def test_of_a_batch_a_kill_loses_no_step_that_was_written_and_a_power_loss_fewer_than_the_batch(shm: str) -> None:
     recording = record(f"{shm}/live", durability="batch")
     notes = [r.event.path for r in recording.events if r.event.op == "note"]

@@ -206,7 +206,7 @@ class Fight:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 def test_a_run_killed_at_random_moments_ends_as_if_it_never_was(name: str, start: Start, tmp_path: Path) -> None:
     Fight(tmp_path, CASES[name], 3, 12, random.Random(name)).run(start).check()
 

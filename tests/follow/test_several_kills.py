@@ -81,6 +81,7 @@ def test_one_shadow_killed_training_goes_on_and_a_new_one_gets_its_share_from_th
     must_equal(made.result(), without_everstep(LARGE, last["batches"] + 20), "after the loss of a shadow")
 
 
+@pytest.mark.long
 def test_without_one_of_them_the_state_comes_from_disk_and_it_says_which_and_why(
     program: Callable[..., Program], hosts: Hosts
 ) -> None:

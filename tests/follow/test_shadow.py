@@ -182,6 +182,7 @@ def train(t: Training, run: everstep.Run, batches: int) -> None:
         run.commit()
 
 
+@pytest.mark.long
 def test_a_log_of_frames_above_4_mb_uses_the_same_few_files_again(memory: Path, tmp_path: Path) -> None:
     torch.manual_seed(SEED)
     model = nn.Sequential(nn.Linear(1100, 1100), nn.BatchNorm1d(1100))

@@ -135,6 +135,7 @@ def delays(monkeypatch: pytest.MonkeyPatch) -> Iterator[random.Random]:
 
 
 @pytest.mark.parametrize("num_kills", [6, pytest.param(150, marks=[pytest.mark.long, pytest.mark.timeout(900)])])
+@pytest.mark.long
 def test_no_state_is_of_two_steps_whenever_the_process_is_killed(
     tmp_path: Path, truth: dict[int, Any], delays: random.Random, num_kills: int
 ) -> None:
@@ -158,7 +159,8 @@ def _has_steps(path: Path) -> bool:
 def test_a_weight_edited_before_the_commit_is_stored_as_edited(tmp_path: Path) -> None:
     model, optimizer, scheduler = build()
     options: dict[str, Any] = {"mode": "snapshot", "layerwise": True, "snapshot_interval": 1, "quiet": True}
-    with everstep.attach(model, optimizer, tmp_path / "run", **options) as run:
+    extras = {"scheduler": scheduler}
+    with everstep.attach(model, optimizer, tmp_path / "run", extras=extras, **options) as run:
         run.resume()
         for step in range(8):
             train(model, optimizer, scheduler, step)
@@ -167,7 +169,7 @@ def test_a_weight_edited_before_the_commit_is_stored_as_edited(tmp_path: Path) -
                     model[16].weight.clamp_(-0.01, 0.01)
             run.commit(wait=True)
             state = everstep.open(tmp_path / "run").state(run.step)
-            assert not different(live_state(model, optimizer), state)
+            assert not different(live_state(model, optimizer, extras), state)
 
 
 def test_clipping_is_refused_at_the_first_step(tmp_path: Path) -> None:

@@ -615,6 +615,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", "-l", str(path)], check=True)
 
 
+@pytest.mark.long
 def test_a_disk_that_runs_full_is_told_and_what_was_durable_stays(small_disk: Path) -> None:
     rig = Rig(small_disk / "run")
     told = rig.train_until_told(1000)

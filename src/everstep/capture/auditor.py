@@ -14,6 +14,7 @@ from __future__ import annotations
 import queue
 import time
 from collections import deque
+from collections.abc import Sequence
 
 import torch
 
@@ -30,7 +31,7 @@ MAX_BURST = 0.5
 """Of a step: what optimizer state may take at once."""
 
 
-_Known = list[tuple[list[torch.Tensor], list[int]]]
+_Known = Sequence[tuple[list[torch.Tensor], list[int]]]
 _Job = tuple[Audit, list[Watched], list[int], list[Watched], list[StateLook], float, _Known]
 
 
@@ -54,7 +55,7 @@ class Auditor:
 
     def begin(
         self, audit: Audit, must: list[Watched], versions: list[int], may: list[Watched], looks: list[StateLook],
-        step_s: float, known: _Known,
+        step_s: float, known: _Known = (),
     ) -> None:  # fmt: skip
         """Hash S(step) as soon as somebody calls wake(). Called at the commit; `versions` are those of `must` then, and
         `known` tells some of `may`'s."""
