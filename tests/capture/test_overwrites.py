@@ -168,6 +168,10 @@ def as_equal_objects(optimizer: Any) -> None:
         optimizer.state[p] = {key: value.clone() for key, value in values.items()}
 
 
+def at_8(edit: Callable[[Any], None]) -> Callable[[int, Any, Any], None]:
+    return lambda t, model, optimizer: edit(optimizer) if t == 8 else None
+
+
 EDITS_OF_STATE = pytest.mark.parametrize(
     "edit", [forget_all, clear, other_moments, one_other_moment, halve, forget_one, as_equal_objects],
     ids=lambda edit: edit.__name__,
@@ -179,11 +183,7 @@ EDITS_OF_STATE = pytest.mark.parametrize(
 def test_optimizer_state_that_is_edited_once_is_right_at_every_step(
     edit: Callable[[Any], None], before: bool, tmp_path: Any
 ) -> None:
-    def at_8(t: int, model: Any, optimizer: Any) -> None:
-        if t == 8:
-            edit(optimizer)
-
-    check(tmp_path / "run", many, train(tmp_path / "run", many, at_8, steps=11, before=before), 11)
+    check(tmp_path / "run", many, train(tmp_path / "run", many, at_8(edit), steps=11, before=before), 11)
 
 
 @pytest.mark.parametrize("before", [False, True], ids=["after-the-update", "before-the-update"])
@@ -191,11 +191,7 @@ def test_optimizer_state_that_is_edited_once_is_right_at_every_step(
 def test_where_it_is_large_the_step_may_be_refused_and_the_next_are_right(
     edit: Callable[[Any], None], before: bool, tmp_path: Any, as_if_large: None
 ) -> None:
-    def at_8(t: int, model: Any, optimizer: Any) -> None:
-        if t == 8:
-            edit(optimizer)
-
-    truth = train(tmp_path / "run", tiny, at_8, steps=11, before=before)
+    truth = train(tmp_path / "run", tiny, at_8(edit), steps=11, before=before)
     assert set(check_never_wrong(tmp_path / "run", truth)) <= ({7, 8} if before else {8})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UnprovenWarning)

@@ -234,9 +234,8 @@ class Capture(Recorder):
             audit.done.set()
             return audit
         self.stall_s += self._auditor.end()
-        self._auditor.begin(
-            audit, *watch.quiet_targets(), watch.states_to_look_at(), self.step_s, watch.looked_at()
-        )
+        looks, known = watch.states_to_look_at()
+        self._auditor.begin(audit, *watch.quiet_targets(), looks, self.step_s, known)
         return audit
 
     def _store_results(self, tap: Tap) -> None:

@@ -289,23 +289,21 @@ class Watch:
 
     # -- boundaries ---------------------------------------------------------------------------------------------------
 
-    def states_to_look_at(self) -> list[StateLook]:
-        """What the audit's thread compares after this commit, in place of the training thread."""
-        if not self._calm and self._precise():
-            return []
-        found = []
-        for name in self._optimizers:
-            delta = self._deltas[name]
-            if not self._looks_here(name) and delta is not None:
-                found.append(
+    def states_to_look_at(self) -> tuple[list[StateLook], list[tuple[list[torch.Tensor], list[int]]]]:
+        """What the audit's thread compares after this commit, in place of the training thread; and of optimizers that the
+        training thread has compared, the state tensors with their version counters."""
+        looks: list[StateLook] = []
+        known: list[tuple[list[torch.Tensor], list[int]]] = []
+        precise = not self._calm and self._precise()
+        for name, delta in self._deltas.items():
+            if precise or delta is None or self._looks_here(name):
+                known.append((self._state_tensors[name], self._state_versions[name]))
+            else:
+                looks.append(
                     StateLook(self, name, self._state_values[name], self._state_tensors[name],
                               self._state_versions[name], delta.states, self._unread_updates[name])
                 )  # fmt: skip
-        return found
-
-    def looked_at(self) -> list[tuple[list[torch.Tensor], list[int]]]:
-        """State tensors that the training thread has compared at this commit, and their version counters then."""
-        return [(self._state_tensors[n], self._state_versions[n]) for n in self._optimizers if self._looks_here(n)]
+        return looks, known
 
     def look_at_states(self, name: str) -> None:
         """The optimizer's state was replaced: the next check must see it."""
@@ -463,7 +461,7 @@ class Watch:
 
     def _check_states(self, name: str, touched: dict[tuple[str, int], None]) -> None:
         values, cached = self.values(name), self._state_values[name]
-        states, expected = self._states[name], self.expected(name)
+        states, expected = self._states[name], self._expected(name)
         if len(values) == len(cached) and all(map(is_, values, cached)):
             if self._read_state_versions(name) == expected:
                 return
@@ -480,7 +478,7 @@ class Watch:
             if w.owner is not None and (tensor is not w.tensor or version != then):
                 touched[(name, w.owner[1])] = None
 
-    def expected(self, name: str) -> list[int]:
+    def _expected(self, name: str) -> list[int]:
         """Version counters of the state, where the updates since they were last read have brought them."""
         count, versions = self._unread_updates[name], self._state_versions[name]
         if not count:
