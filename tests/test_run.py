@@ -97,16 +97,6 @@ def test_attach_changes_no_tensor_and_no_rng(tmp_path: Any) -> None:
     run.close()
 
 
-def test_attach_names_modules_whose_extra_state_is_not_stored(tmp_path: Any) -> None:
-    class Counts(nn.Linear):
-        def get_extra_state(self) -> dict[str, int]:
-            return {"n": 1}
-
-    model = nn.Sequential(nn.Linear(2, 2), Counts(2, 2))
-    with pytest.warns(everstep.errors.InexactWarning, match=r"model 1 \(Counts\) keeps state by get_extra_state"):
-        everstep.attach(model, torch.optim.SGD(model.parameters(), 0.1), tmp_path / "run", quiet=True).close()
-
-
 @pytest.mark.parametrize("mode", ["delta", "snapshot"])
 def test_the_first_commit_names_what_else_drives_the_optimizer_and_is_not_stored(mode: str, tmp_path: Any) -> None:
     class Own:

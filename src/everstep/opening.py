@@ -30,7 +30,8 @@ from everstep.fold import class_name, find_class
 from everstep.follow.attend import available_bytes
 from everstep.follow.tuned import choose_mode
 from everstep.format.documents import RunDocument
-from everstep.naming import Declared, Inventory, named, take_inventory, walk
+from everstep.module_states import ModuleStates
+from everstep.naming import Declared, Inventory, named, take_inventory
 from everstep.options import Options
 from everstep.ranks import Ranks
 from everstep.restore.apply import apply, check_fits
@@ -56,6 +57,7 @@ class Training:
         """With several ranks: the atoms that this one stores."""
         self._known: set[int] = set()
         self._aliases: Mapping[int, tuple[str, ...]] = {}
+        self.modules = ModuleStates(self.models)
         self._bind_residuals()
 
     def _bind_residuals(self) -> None:
@@ -108,6 +110,7 @@ class Training:
         if self.compress is not None and "compress" in cursor:
             self.compress.set_position(cursor["compress"]["at"])
         apply(restored.state, self.models, self.optimizers, self.declared)
+        self.modules.load(cursor.get("modules", {}))
         rng.install(cursor["rng"])
 
     def warm(self, cursor: dict[str, Any]) -> None:
@@ -331,23 +334,6 @@ def _describe(opened: Opened, inventory: Inventory) -> str:
         f"{free / 1e9:.0f} GB free ({free // max(step_bytes, 1):,} steps without retention) · "
         f"keeps {options.retention}"
     )
-
-
-def warn_of_extra_state(models: Mapping[str, nn.Module]) -> None:
-    """InexactWarning of modules whose state_dict() has more than parameters and buffers: that is in no frame."""
-    found = [
-        f"{name}{' ' + path.rstrip('.') if path else ''} ({type(module).__name__})"
-        for name, model in models.items()
-        for path, module in walk(model)
-        if type(module).get_extra_state is not nn.Module.get_extra_state
-    ]
-    if found:
-        warnings.warn(
-            f"{', '.join(found[:5])} keeps state by get_extra_state(), beside parameters and buffers: that is not stored, "
-            "and begins anew when the run is resumed. Keep it in a buffer, or in an object of extras",
-            InexactWarning,
-            stacklevel=4,
-        )
 
 
 def warn_of_forgotten(optimizers: Mapping[str, Optimizer], scalers: Sequence[Any], extras: Mapping[str, Any]) -> None:

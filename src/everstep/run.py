@@ -23,7 +23,7 @@ from everstep.errors import EverstepError, StorageError, UnprotectedWarning, Usa
 from everstep.follow.attend import ShadowKeeper
 from everstep.follow.keeper import Keeper
 from everstep.generation import Leftovers, Resumed, computes_differently, own_pools
-from everstep.opening import open_run, warn_of_extra_state, warn_of_forgotten
+from everstep.opening import open_run, warn_of_forgotten
 from everstep.options import Options
 from everstep.passes import Passes
 from everstep.restore.execute import Restored
@@ -73,7 +73,6 @@ class Run:
         self, model: Any, optimizer: Any, run: Any, extras: dict[str, Any], options: Options, mode: str = "delta"
     ) -> None:
         self._opened = open_run(model, optimizer, run, extras, options, mode)
-        warn_of_extra_state(self._opened.training.models)
         self._options = self._opened.options
         self._extras = extras
         self._compress = options.compress
@@ -323,6 +322,9 @@ class Run:
         }
         if self._compress is not None:
             self._last_cursor["compress"] = {"by": self._compress.describe(), "at": self._compress.position()}
+        modules = self._opened.training.modules
+        if modules.any:
+            self._last_cursor["modules"] = modules.capture()
         if self._orders is not None:
             if self._orders.look():  # a cursor of an earlier step may still be on its way: it gets no part in this
                 self._bucket_orders = {name: list(orders) for name, orders in self._orders.value.items()}

@@ -6,7 +6,9 @@ that were taken on the training thread.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +21,7 @@ from torch import nn
 import everstep
 from everstep.capture import held, tap, watch
 from everstep.errors import AuditError
-from truth import Truth, check_history, check_resume, crash, equal, gate, slow
+from truth import Truth, check_history, check_resume, crash, different, equal, gate, slow
 
 CLEAN = 7
 """Steps in which gradients are let go, so that later ones are held by reference."""
@@ -354,6 +356,93 @@ def test_updates_that_are_like_those_before_them_are_taken_without_a_second_look
     truth = train(tmp_path / "run", adamw_fused, "released", clean=0, steps=20)
     check_history(tmp_path / "run", truth)
     assert any(taken)
+
+
+@pytest.mark.parametrize("is_writer_free", [True, False])
+def test_a_fused_step_looks_at_gradients_before_the_writer_or_the_hook_after_it_does(
+    is_writer_free: bool, as_if_large: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    """The hook before it leaves them where they are; whoever comes first takes them, and some parameters have none."""
+    gathered: list[str] = []
+    plain = held.Held.gather
+
+    def gather(self: held.Held) -> None:
+        if not self.is_gathered:
+            gathered.append(threading.current_thread().name)
+        plain(self)
+
+    fused = torch._fused_adamw_
+
+    def leisurely(*args: Any, **kwargs: Any) -> None:
+        time.sleep(0.02 if is_writer_free else 0.0)
+        fused(*args, **kwargs)
+
+    monkeypatch.setattr(held.Held, "gather", gather)
+    monkeypatch.setattr(torch, "_fused_adamw_", leisurely)
+    model, optimizer = adamw_fused()
+    run = everstep.attach(model, optimizer, tmp_path / "run", quiet=True, follower=False)
+    truth = Truth(run, model, optimizer)
+    truth.resume()
+    trainer = Trainer(model, optimizer)
+    with contextlib.nullcontext() if is_writer_free else slow():
+        for t in range(STEPS):
+            trainer.backward()
+            if t == STEPS - 2:
+                trainer.params[1].grad = None
+            optimizer.step()
+            optimizer.zero_grad()
+            truth.commit()
+            if is_writer_free:
+                run.flush()
+    crash(run)
+    check_history(tmp_path / "run", truth)
+    check_resume(tmp_path / "run", adamw_fused, truth, STEPS)
+    assert ("everstep-write" if is_writer_free else threading.current_thread().name) in gathered
+
+
+@pytest.mark.parametrize("is_large", [True, False])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_fused_step_that_raises_before_anybody_has_taken_its_gradients_is_stored_as_it_left_the_state(
+    set_to_none: bool, is_large: bool, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, tmp_path: Any
+) -> None:
+    if is_large:
+        request.getfixturevalue("as_if_large")
+    fused, fails = torch._fused_adamw_, [False]
+
+    def failing(params: Any, *args: Any, **kwargs: Any) -> None:
+        if fails.pop():
+            fails.append(False)
+            params[0].mul_(1.5)
+            raise RuntimeError("out of memory")
+        fails.append(False)
+        fused(params, *args, **kwargs)
+
+    monkeypatch.setattr(torch, "_fused_adamw_", failing)
+    model, optimizer = adamw_fused()
+    run = everstep.attach(model, optimizer, tmp_path / "run", quiet=True, follower=False)
+    truth = Truth(run, model, optimizer)
+    truth.resume()
+    trainer = Trainer(model, optimizer)
+    with slow():
+        for t in range(STEPS):
+            trainer.backward()
+            fails[0] = t == STEPS - 3
+            with contextlib.suppress(RuntimeError):
+                optimizer.step()
+            optimizer.zero_grad(set_to_none=set_to_none)
+            truth.commit()
+    crash(run)
+    check_history(tmp_path / "run", truth)
+    check_resume(tmp_path / "run", adamw_fused, truth, STEPS)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.sampled(3)
+def test_gradients_of_a_fused_optimizer_of_many_tensors_are_logged_as_consumed(
+    pattern: str, as_if_large: None, tmp_path: Any
+) -> None:
+    truth = train(tmp_path / "run", adamw_fused, pattern, clean=CLEAN)
+    check_history(tmp_path / "run", truth)
 
 
 @pytest.mark.parametrize("pattern", ["zero_in_place_after_step", "views_of_a_flat_buffer", "keeps_references"])
@@ -914,3 +1003,71 @@ def test_a_parameter_that_is_exchanged_within_its_group_is_stored_at_the_commit(
         for tensor in wanted:
             assert any(h.shape == tensor.shape and torch.equal(h, tensor.detach()) for h in held), t
     crash(run)
+
+
+@pytest.mark.parametrize("edit", ["parameter", "memory", "state", "nothing"])
+def test_results_that_are_stored_late_in_place_of_gradients_are_not_taken_for_what_they_were_before_an_edit(
+    edit: str, tmp_path: Any
+) -> None:
+    """Gradients stay after a step, seem to be about to be dropped, and are added to before the writer has read them: what
+    the step led to is stored instead. If that was edited since, nobody has it: the step is refused, later ones are right.
+    """
+    model, optimizer = sgd()
+    run = everstep.attach(model, optimizer, tmp_path / "run", quiet=True, follower=False, base_interval=1000)
+    truth = Truth(run, model, optimizer)
+    truth.resume()
+    trainer = Trainer(model, optimizer)
+    last = 2 * STEPS
+    with slow(0.03), torch.no_grad():
+        for t in range(1, last + 4):
+            if t == last + 1 and edit == "parameter":
+                trainer.params[0].mul_(1.5)
+            elif t == last + 1 and edit == "memory":
+                trainer.params[0].data = trainer.params[0].data * 1.5
+            elif t == last + 1 and edit == "state":
+                optimizer.state[trainer.params[0]]["momentum_buffer"].mul_(0.5)
+            if t != last + 1:
+                optimizer.zero_grad()
+            with torch.enable_grad():
+                trainer.backward()
+            optimizer.step()
+            truth.commit()
+    crash(run)
+    history = everstep.open(tmp_path / "run")
+    refused = []
+    for step in history.steps:
+        try:
+            assert different(truth.states[step], history.state(step)) == [], step
+        except AuditError:
+            refused.append(step)
+    assert refused in ([], [last])
+    assert edit != "nothing" or not refused
+
+
+@pytest.mark.parametrize("is_large", [True, False])
+@pytest.mark.parametrize("build", [sgd, adamw_fused])
+def test_gradients_that_were_to_be_carried_and_were_added_to_before_they_were_read_are_lost_and_nothing_else(
+    build: Callable[[], Any], is_large: bool, request: pytest.FixtureRequest, tmp_path: Any
+) -> None:
+    """Gradients are dropped after each step; then twice before it, and then not at all. (That step, and all until the next
+    base, were called damaged.)"""
+    if is_large:
+        request.getfixturevalue("as_if_large")
+    model, optimizer = build()
+    run = everstep.attach(model, optimizer, tmp_path / "run", quiet=True, follower=False, base_interval=1000)
+    truth = Truth(run, model, optimizer)
+    truth.resume()
+    trainer = Trainer(model, optimizer)
+    with slow():
+        for t in range(2 * STEPS):
+            if t in (STEPS + 5, STEPS + 6):
+                optimizer.zero_grad()
+                trainer.backward()
+                optimizer.step()
+            else:
+                trainer.released()
+            truth.commit()
+    run.flush()
+    crash(run)
+    check_history(tmp_path / "run", truth)
+    check_resume(tmp_path / "run", build, truth, 2 * STEPS)

@@ -111,8 +111,8 @@ def search(first: int, most: int, measure: Callable[[Sequence[int]], list[Point]
     """
     points: dict[int, Point] = {}
     over, under = 0, None
-    interval = min(first, most)
-    for _ in range(MOST_SEARCHES):
+    interval, reach = min(first, most), 1
+    for turn in range(MOST_SEARCHES):
         pair = [k for k in (interval, interval - 1) if k >= 1]
         points |= {point.interval: point for point in measure([k for k in pair if k not in points])}
         over = max(over, *(k for k in pair if not points[k].is_under), 0)
@@ -121,9 +121,10 @@ def search(first: int, most: int, measure: Callable[[Sequence[int]], list[Point]
             break
         guess = points[pair[-1] if points[interval].is_under else interval].derived()
         if under is None:
-            interval = min(most, max(over + 1, guess))
+            interval = min(most, max(over + reach, guess))
+            reach *= 2  # a guess just above may be too low again and again
         else:
-            interval = guess if over < guess < under else (over + under + 1) // 2
+            interval = guess if over < guess < under and turn % 2 == 0 else (over + under + 1) // 2
     return points
 
 

@@ -135,6 +135,10 @@ class Capture(Recorder):
         """optimizer.load_state_dict was called."""
         self._watch.look_at_states(optimizer)
 
+    def changed_since_commit(self) -> set[int]:
+        """Parameters that somebody has edited since, or whose optimizer state."""
+        return self._watch.changed_since_commit()
+
     def dispose(self, tensors: list[Any]) -> None:
         """Let another thread free the memory of gradients that are done with."""
         self.offload.dispose(tensors)

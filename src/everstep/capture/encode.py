@@ -124,6 +124,8 @@ class Encoder:
         item.final.put_down()
 
     def _update(self, item: PendingUpdate) -> Update:
+        if item.gather is not None:
+            item.gather()
         self._coefficients.begin_update()
         grads: list[Gradient | None] = [None] * len(item.uids)
         small: dict[torch.dtype, list[int]] = {}

@@ -29,23 +29,45 @@ class Held:
     """They were let go while something else could still write to their memory."""
     copies: Sequence[torch.Tensor] = ()
     """What they were, where they were copied to learn what becomes of them."""
+    is_gathered = True
 
     def __init__(
-        self, params: list[torch.Tensor], grads: list[torch.Tensor | None], seal: Seal | None,
+        self, params: list[torch.Tensor], grads: list[torch.Tensor | None] | None, seal: Seal | None,
         versions: list[int] | None = None, *, grad_of: Callable[[Any], Any], lock: threading.Lock,
     ) -> None:  # fmt: skip
-        """`versions`: where all of them have a gradient, their version counters."""
+        """`grads`: None if gather() is to take them. `versions`: their version counters, where all parameters have one."""
         self._grad_of, self._lock = grad_of, lock
-        if versions is None:
-            params = [p for p, g in zip(params, grads, strict=True) if g is not None]
-            grads = [g for g in grads if g is not None]
-            versions = list(map(version_of, grads))
         self.params = params
-        self.grads: list[Any] = grads.copy()
-        self.versions = versions
+        self.grads: list[Any] = []
+        self.versions: list[int] = []
+        if grads is None:
+            self.is_gathered = False
+        else:
+            self._fill(grads, versions)
         self.seal = seal
         if seal is not None:
             seal.release = self.release
+
+    def _fill(self, grads: list[torch.Tensor | None], versions: list[int] | None) -> None:
+        if versions is None:
+            self.params = [p for p, g in zip(self.params, grads, strict=True) if g is not None]
+            grads = [g for g in grads if g is not None]
+            versions = list(map(version_of, grads))
+        self.grads = grads.copy()
+        self.versions = versions
+
+    def gather(self) -> None:
+        """Take the gradients off their parameters, unless that has been done (any thread, while the step runs or right
+        after it: nobody else writes to them then, or puts others there)."""
+        with self._lock:
+            if self.is_gathered:
+                return
+            grads = list(map(self._grad_of, self.params))
+            versions = versions_of(grads)
+            self._fill(grads, None if -1 in versions else versions)
+            if self.update is not None:
+                self.update.grads = grads
+            self.is_gathered = True
 
     def still_equal(self) -> bool:
         """Whether they have the bits that were copied; also found are writes that no version counter shows."""
@@ -90,7 +112,7 @@ class Held:
         with self._lock:
             self.suspect = self.suspect or any(_sharing(self.grads[turn % SHARE :: SHARE]))
 
-    def open(self, results: Callable[[], list[Item]]) -> bool:
+    def open(self, results: Callable[[Seal], list[Item]]) -> bool:
         """Open the seal of gradients that have been read. Returns whether they can be trusted; else `results` are stored."""
         assert self.seal is not None
         with self._lock:
@@ -98,7 +120,7 @@ class Held:
                 return True
             good = not (self.suspect or not self.untouched() or self.shared())
             if not good:
-                self.seal.instead = results()
+                self.seal.instead = results(self.seal)
             self.seal.break_open()
             return good
 

@@ -18,12 +18,12 @@ import numpy as np
 
 from everstep import background
 from everstep import cursor as cursors
-from everstep.atoms import Layout
+from everstep.atoms import PIECE_ELEMENTS, Layout
 from everstep.capture.encode import Encoder
-from everstep.capture.pending import Audit, Item, PendingCommit, PendingEarly, PendingUpdate, Seal
+from everstep.capture.pending import Audit, Item, PendingCommit, PendingEarly, PendingTensor, PendingUpdate, Seal
 from everstep.capture.sent import Ledger
 from everstep.errors import UsageError
-from everstep.frame import AUDIT_DTYPE, Op
+from everstep.frame import AUDIT_DTYPE, Carry, Op, Update
 from everstep.memory import plain, view_bytes
 from everstep.store import files
 from everstep.store.bases import piece_sum
@@ -263,9 +263,15 @@ class Offload:
             if seal.instead is not None:
                 frame.ops[index] = [op for item in seal.instead for op in self._encoder.ops(item)]
         job.audit.done.wait()
+        for _, seal in frame.seals:
+            if seal.spoiled:
+                _refute(job.audit, seal)
+        ops = [op for ops in frame.ops for op in ops]
+        if any(seal.instead is not None for _, seal in frame.seals):
+            ops = _own_up(ops)
         before = self._log.bytes_written
         self._log.finish(
-            [op for ops in frame.ops for op in ops], cursors.encode(job.cursor), encode_audit(job.audit),
+            ops, cursors.encode(job.cursor), encode_audit(job.audit),
             job.audit.complete, self.claim(), job.wall_time_ns, encode_replicas(job.audit),
         )  # fmt: skip
         self.frame_bytes = self._log.bytes_written - before
@@ -319,6 +325,33 @@ class Offload:
                     self._log.abandon()
         except BaseException as e:
             self._fail(e)
+
+
+def _own_up(ops: list[Op]) -> list[Op]:
+    """Gradients that were to be carried as an update consumed them are lost where that update was not stored after all."""
+    found: list[Op] = []
+    stored: set[int] = set()
+    for op in ops:
+        if isinstance(op, Update):
+            stored.update(g.uid for g in op.grads if g.dense is not None)
+        if isinstance(op, Carry) and op.kind == "consumed":
+            kept, lost = (tuple(u for u in op.uids if (u in stored) is is_stored) for is_stored in (True, False))
+            found += [Carry(kind, uids) for kind, uids in (("consumed", kept), ("lost", lost)) if uids]
+        else:
+            found.append(op)
+    return found
+
+
+def _refute(audit: Audit, seal: Seal) -> None:
+    """Parameters, or their optimizer state, have been edited since the step was committed, and only what they are now could
+    be stored. Whoever restores this step must find that it is not what it was: it gets hashes that cannot be right."""
+    edited = [i for i in seal.instead or () if isinstance(i, PendingTensor) and i.uid in seal.spoiled]
+    refuted = {item.uid for item in edited}
+    others = [e for e in zip(audit.uids, audit.pieces, audit.hashes, strict=True) if e[0] not in refuted]
+    audit.uids, audit.pieces, audit.hashes = ([e[i] for e in others] for i in range(3))
+    for item in edited:
+        first = view_bytes(plain(item.tensor))[: PIECE_ELEMENTS * item.tensor.element_size()]
+        audit.add(item.uid, 0, piece_sum(first, item.uid, 0) ^ 1)
 
 
 def encode_audit(audit: Audit) -> bytes:

@@ -6,7 +6,7 @@ Tensors in here are owned by the frame: copies, or references that nobody else c
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +55,8 @@ class Seal:
     instead: list[Item] | None = None
     also: Sequence[Item] = ()
     """What the training thread found out about this step after its commit."""
+    spoiled: Set[int] = frozenset()
+    """Parameters of which `instead` has what they became after the commit: the frame must not be taken for its step's."""
 
     def __init__(self) -> None:
         self.read = OneShot()
@@ -94,6 +96,8 @@ class PendingUpdate:
     """Which gradient the writer has in hand."""
     payloads: list[Payload | None] | None = None
     """What compression made of each, so far as it is known."""
+    gather: Callable[[], None] | None = None
+    """Fills `grads`, unless somebody has."""
 
     def payload(self, i: int) -> Payload | None:
         return None if self.payloads is None else self.payloads[i]

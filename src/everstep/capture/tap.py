@@ -48,6 +48,8 @@ _FIXED = frozenset((int, float, bool, str, bytes, complex, type(None)))
 MAX_DEVIATIONS = 8
 """After so many updates whose gradients were not let go, they are copied for good."""
 NEVER_REPLAYED = frozenset(("torch.optim.LBFGS",))
+ONE_CALL = frozenset(f"torch.optim.{name}" for name in ("Adam", "AdamW", "SGD", "Adagrad"))
+"""Their fused steps are one call of torch's that reads gradients, writes to none, and lets other threads run meanwhile."""
 _grad = attrgetter("grad")
 
 
@@ -70,6 +72,8 @@ class Recorder(Protocol):
     def state_loaded(self, optimizer: str) -> None: ...
 
     def is_quiet(self) -> bool: ...
+
+    def changed_since_commit(self) -> set[int]: ...
 
 
 class Tap:
@@ -160,6 +164,7 @@ class Tap:
         self._hyper_values: list[Any] = []
         self._hyper_is_fixed = False
         """None of them can be changed in place."""
+        self._is_one_call = False
         self.recorded_hyper: list[dict[str, Any]] = tree.freeze(self.hyper(), path=self.name)
         self.carry.install(self.params, self.uids, self._grad_of)
         if self._early is not None:
@@ -201,6 +206,7 @@ class Tap:
         groups = self.optimizer.param_groups
         self._hyper_values = list(chain.from_iterable(map(dict.values, groups)))
         self._hyper_is_fixed = all(_cannot_change(v) for g in groups for k, v in g.items() if k != "params")
+        self._is_one_call = class_name(type(self.optimizer)) in ONE_CALL and all(g.get("fused") for g in groups)
         now = self._encode_hyper()
         if now is not None and now == self._hyper_bytes:
             return []
@@ -240,8 +246,11 @@ class Tap:
         if self._depth > 0:
             return
         begun = time.perf_counter()
-        if self._steady and self._held is not None:
+        held = self._held
+        if self._steady and held is not None:
             # What is usual: the writer has the gradients already. (Ours was the last hook when they were taken.)
+            if not held.is_gathered:
+                held.gather()
             self.updates += 1
             self._grads = None
             self._recorder.after_update(self.name)
@@ -294,6 +303,10 @@ class Tap:
         own = vars(self.optimizer)
         if "grad_scale" in own or "found_inf" in own:
             return False
+        if self._is_one_call and self._early is None:
+            self._clean += 1
+            self._hand_over_unread()
+            return True
         grads = list(map(_grad, self.params))
         try:
             self._versions = list(map(version_of, grads))
@@ -381,6 +394,17 @@ class Tap:
         versions = None if -1 in self._versions else self._versions
         self._held = Held(self.params, self._grads, seal, versions, grad_of=self._grad_of, lock=self._lock)
         self._held.update = update = self._pending(self._grads, seal)
+        self._recorder.put(update)
+
+    def _hand_over_unread(self) -> None:
+        """The same, but the writer takes them off their parameters itself, while the step runs; or else the hook after it.
+
+        To look at a gradient for the first time costs more than all else here, and the step looks at each anyway.
+        """
+        seal = Seal()
+        held = self._held = Held(self.params, None, seal, grad_of=_grad, lock=self._lock)
+        held.update = update = self._pending([], seal)
+        update.gather = held.gather
         self._recorder.put(update)
 
     def _pending(
@@ -496,6 +520,8 @@ class Tap:
         held = self._held
         if held is None or held.seal is None or held.seal.open.is_set():
             return
+        if not held.is_gathered:  # the step has raised
+            held.gather()
         if self._early is not None and self._early.is_read():
             # While the writer reads one, it has a hold on it that would be taken for somebody else's.
             if not force:
@@ -510,10 +536,16 @@ class Tap:
         if force:
             self.carry.late(held)
             self._wait_until_read(held.seal)
-        if held.seal.read.is_set() and not held.open(self.result_items):
+        if held.seal.read.is_set() and not held.open(self._late_results):
             self._never_shared = self._usual = False
             self._clean, self._held = 0, None
             self._deviations += 1
+
+    def _late_results(self, seal: Seal) -> list[Item]:
+        """What the last update led to. If its step has been committed, that may have been edited since."""
+        if self.updates == self._told_updates:
+            seal.spoiled = self._recorder.changed_since_commit()
+        return self.result_items()
 
     def _wait_until_read(self, seal: Seal) -> None:
         begun = time.perf_counter()
@@ -558,6 +590,8 @@ class Tap:
         held = self._held
         if held is None or held.seal is None:
             return
+        if not held.is_gathered:  # the step has raised
+            held.gather()
         if len(held.grads) <= LOOK_AT_ONCE:
             self.settle()
         elif self.updates % LOOK_EVERY == 0:

@@ -350,6 +350,20 @@ class Watch:
         """All is about to be learned anew: what has been left to the audit's thread is looked at now, as at an alarm."""
         return self._check_all(self._optimizers.keys())
 
+    def changed_since_commit(self) -> set[int]:
+        """Before the next update: parameters that are not what they were at the last commit, or whose state is not."""
+        versions, pointers = map(_versions, self._param_tensors), map(_pointers, self._param_tensors)
+        now = zip(self._tensors, versions, pointers, strict=True)
+        changed = {w.uid for (w, *found), *then in zip(now, self._versions, self._pointers, strict=True) if found != then}
+        for name, cached in self._state_values.items():
+            values = self.values(name)
+            if len(values) != len(cached) or not all(map(is_, values, cached)):
+                changed |= {uid for group in self._inventory.groups[name] for uid in group}
+            for w, version in zip(self._states[name], self._expected(name), strict=True):
+                if w.tensor._version != version and w.owner is not None:
+                    changed.add(w.owner[1])
+        return changed
+
     def _as_expected(self) -> bool:
         """Whether all counters are where one update of one optimizer brings them: what is usual, found out quickly."""
         updated = [name for name, count in self._updates.items() if count]

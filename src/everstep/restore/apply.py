@@ -223,9 +223,9 @@ def _placed(value: Any, p: torch.Tensor) -> Any:
     return sharding.like(value.to(p.device) if value.dim() and p.device.type != "cpu" else value, p)
 
 
-def public_state(state: State, extras: dict[str, Any]) -> dict[str, Any]:
+def public_state(state: State, cursor: dict[str, Any]) -> dict[str, Any]:
     """What History.state returns: plain nested dicts of whole tensors, by names. Residuals of compression are no model's."""
-    models: dict[str, dict[str, torch.Tensor]] = {m: {} for m in state.layout.models if m != RESIDUALS}
+    models: dict[str, dict[str, Any]] = {m: {} for m in state.layout.models if m != RESIDUALS}
     for atom in state.layout.atoms:
         if atom.owner not in models or not atom.persistent:
             continue
@@ -233,6 +233,9 @@ def public_state(state: State, extras: dict[str, Any]) -> dict[str, Any]:
         for alias in atom.aliases:
             owner, _, other = alias.rpartition(":")
             models[owner or atom.owner][other] = state.tensors[atom.uid]
+    for key, value in cursor.get("modules", {}).items():
+        owner, _, name = key.partition(":")
+        models.setdefault(owner, {})[name] = value
     optimizers = {}
     for name, saved in state.optimizers.items():
         names = _names_of(state, {uid for group in (*saved.params, saved.state) for uid in group})
@@ -246,7 +249,7 @@ def public_state(state: State, extras: dict[str, Any]) -> dict[str, Any]:
     return {
         "model": models["model"] if list(models) == ["model"] else models,
         "optimizer": optimizers["optimizer"] if list(optimizers) == ["optimizer"] else optimizers,
-        "extras": extras,
+        "extras": cursor.get("extras", {}),
     }
 
 

@@ -16,6 +16,7 @@ from everstep.fold import Folder
 from everstep.format.documents import Manifest
 from everstep.frame import SetLayout
 from everstep.layout import Pattern
+from everstep.module_states import ModuleStates
 from everstep.naming import Declared, Rename, named, take_inventory
 from everstep.ranks import place
 from everstep.restore.apply import apply, public_state
@@ -113,7 +114,7 @@ class History:
         """S(step) as nested dicts of whole tensors: `model`, `optimizer`, `extras`."""
         restored = self._newest(step, timeline, lambda source: fetch(source, source.atoms))
         warn_if_unproven(restored)
-        return public_state(restored.state, cursors.decode(restored.state.cursor)["extras"])
+        return public_state(restored.state, cursors.decode(restored.state.cursor))
 
     def restore(
         self, model: Any, optimizer: Any, step: Step = "latest", extras: dict[str, Any] | None = None, *,
@@ -126,6 +127,7 @@ class History:
         """
         models, optimizers = named(model, nn.Module, "model"), named(optimizer, Optimizer, "optimizer")
         given = cursors.check_extras(extras)
+        modules = ModuleStates(models)
         declared = Declared(rename, layout)
         live = take_inventory(models, optimizers, declared)
         rank, world_size = place()
@@ -142,12 +144,13 @@ class History:
 
         with no_gc():
             restored = self._newest(step, timeline, take)
-            saved = cursors.decode(restored.state.cursor)["extras"]
+            cursor = cursors.decode(restored.state.cursor)
             if given:
-                cursors.check_same_extras(given, saved)
+                cursors.check_same_extras(given, cursor["extras"])
             warn_if_unproven(restored)
             apply(restored.state, models, optimizers, declared)
-        cursors.load_extras(given, saved)
+        modules.load(cursor.get("modules", {}))
+        cursors.load_extras(given, cursor["extras"])
         return restored.state.step
 
     def _newest(self, step: Step, timeline: int | None, take: Callable[[Source], Restored]) -> Restored:
