@@ -524,8 +524,13 @@ def test_who_says_that_he_is_of_a_later_generation_and_brings_nothing_of_it_chan
     training = Training()
     run = training.attach(tmp_path / "run", shadow.address)
     run.resume()
+    training.train(run, 4)
+    must_hold(held(run, shadow.address), training, run)
+    # A shadow that connects before the first base is there asks for another, which may be taken at the commit after.
     training.train(run, 5)
     must_hold(held(run, shadow.address), training, run)
+    run._capture.snapshot.wait()
+    base = run.stats()["base_step"]
     (hosted,) = shadow.host._runs.values()
     late = Hello(VERSION, run._opened.run, run.path, 1, 10**9, 0, "train", {})
     segment = f"memory/{hosted.inbox._name}"
@@ -546,7 +551,7 @@ def test_who_says_that_he_is_of_a_later_generation_and_brings_nothing_of_it_chan
         cut(shadow)
         training.train(run, 12)
         must_hold(held(run, shadow.address), training, run)
-    assert run.stats()["base_step"] == 0, "nothing was forgotten"
+    assert run.stats()["base_step"] == base, "nothing was forgotten"
     run.close()
 
 
