@@ -192,9 +192,9 @@ def test_without_codecs_frames_are_raw_but_for_a_few_and_every_step_comes_back(t
         offload.spend(spent)
         offload.set_lossless(False)
         for t in range(12):
+            before = run.stats()["log_bytes"]  # the writer begins with the step, before the commit
             model.weight.grad = sparse(t)
             optimizer.step()
-            before = run.stats()["log_bytes"]
             run.commit(wait=True)
             sizes.append(run.stats()["log_bytes"] - before)
             states.append(model.weight.detach().clone())

@@ -136,8 +136,8 @@ def train(path: Path, told: Told, seed: int, hidden: bool, options: dict[str, An
         told.tell(at, run.durable_step)
 
 
-def killed_after(seconds: float, told: Told | None, work: Callable[[], None]) -> None:
-    """Runs this in a process that does not live longer than that, from its first report on if it is to give one."""
+def killed_after(seconds: float, is_up: Callable[[], bool], work: Callable[[], None]) -> None:
+    """Runs this in a process that does not live longer than that, counted from when it is up."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -147,7 +147,7 @@ def killed_after(seconds: float, told: Told | None, work: Callable[[], None]) ->
         finally:
             sys.stderr.flush()
             os._exit(1)
-    while told is not None and told.read()[0] < 0 and os.waitpid(pid, os.WNOHANG) == (0, 0):
+    while not is_up() and os.waitpid(pid, os.WNOHANG) == (0, 0):
         time.sleep(0.002)
     time.sleep(seconds)
     os.kill(pid, signal.SIGKILL)
@@ -161,9 +161,11 @@ def hunt(path: Path, num_kills: int, seed: int, hidden: bool, **options: Any) ->
     looked_at, latest = 0, -1
     for kill in range(num_kills):
         told = Told()
+        # Some are killed at once, some when they have resumed, and some when they have stored something, however slow it is.
         early = draw.random() < 0.2
+        what = kill % 2
         killed_after(
-            draw.uniform(0, 0.3), None if early else told,
+            draw.uniform(0, 0.3), lambda e=early, t=told, w=what: e or t.read()[w] >= 0,  # type: ignore[misc]
             lambda k=kill, t=told: train(path, t, 1000 * seed + k, hidden, options),  # type: ignore[misc]
         )  # fmt: skip
         resumed, durable = told.read()

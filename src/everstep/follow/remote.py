@@ -455,12 +455,19 @@ def main(
     files.make_dirs(os.path.abspath(folder))
     host = Host(folder, token=token, tls=tls, interval=interval, max_bytes=max_bytes, idle_s=idle_s, say=say)
     listener = addresses.listen(address)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    ready(listener)
+    acceptor = threading.Thread(target=host.accept, args=(listener,), daemon=True)
+    # Waited for, not handled: a handler could miss one that comes right before a call that blocks.
+    told_to_end = (signal.SIGINT, signal.SIGTERM)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, told_to_end)
     try:
-        host.accept(listener)
-    except KeyboardInterrupt:
+        acceptor.start()
+        ready(listener)
+        signal.sigwait(told_to_end)
         say("ending: every run gets a base at its last step")
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        with contextlib.suppress(OSError):
+            listener.shutdown(socket.SHUT_RDWR)  # else accept() goes on waiting
         listener.close()
+        acceptor.join()
         host.close()
