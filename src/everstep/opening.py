@@ -311,8 +311,9 @@ def _warn_if_inexact(restored: Restored) -> None:
     """Say what of a state is lost or not proven."""
     if restored.state.lost:
         warnings.warn(
-            f"at step {restored.state.step} gradients were being accumulated over the commit and could not be stored: "
-            f"resume(step={restored.state.step - 1}) goes on exactly",
+            f"at step {restored.state.step} there were gradients left on parameters that could not be stored: they were "
+            "added to before they were read, or are sparse. What clears them before the next backward goes on exactly; what "
+            "adds to them does so from an earlier step at which none were left",
             InexactWarning,
             stacklevel=5,
         )

@@ -10,7 +10,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -20,7 +20,7 @@ from torch import nn
 
 import everstep
 from everstep.capture import held, tap, watch
-from everstep.errors import AuditError
+from everstep.errors import AuditError, InexactWarning
 from truth import Truth, check_history, check_resume, crash, different, equal, gate, slow
 
 CLEAN = 7
@@ -1071,3 +1071,87 @@ def test_gradients_that_were_to_be_carried_and_were_added_to_before_they_were_re
     crash(run)
     check_history(tmp_path / "run", truth)
     check_resume(tmp_path / "run", build, truth, 2 * STEPS)
+
+
+class Sparse(nn.Module):
+    """An embedding with sparse gradients, and what is on top of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(20, 4, sparse=True)
+        self.out = nn.Linear(4, 1)
+
+    def forward(self, t: int) -> torch.Tensor:
+        return self.out(self.embedding(torch.tensor([t % 20, 3, (7 * t) % 20]))).square().sum()
+
+
+def sparse_and_dense() -> tuple[Any, dict[str, Any]]:
+    torch.manual_seed(0)
+    model = Sparse()
+    dense = torch.optim.SGD(model.out.parameters(), lr=0.1)
+    return model, {"dense": dense, "sparse": torch.optim.SparseAdam(model.embedding.parameters(), lr=0.1)}
+
+
+def train_sparse(
+    model: Any, optimizers: dict[str, Any], steps: Iterable[int], *, every: int, clear_first: bool
+) -> Iterator[int]:
+    """The embedding is updated at every so many steps only, by what has been added up."""
+    for t in steps:
+        if clear_first:
+            for optimizer in optimizers.values():
+                optimizer.zero_grad()
+        model(t).backward()
+        optimizers["dense"].step()
+        optimizers["dense"].zero_grad()
+        if (t + 1) % every == 0:
+            optimizers["sparse"].step()
+            if not clear_first:
+                optimizers["sparse"].zero_grad()
+        yield t
+
+
+@pytest.mark.parametrize("in_base", [False, True])
+def test_sparse_gradients_that_are_added_up_over_commits_are_not_stored_and_a_resume_says_so(
+    in_base: bool, tmp_path: Any
+) -> None:
+    for stop in range(1, 13):
+        model, optimizers = sparse_and_dense()
+        path = tmp_path / f"run-{stop}"
+        run = everstep.attach(model, optimizers, path, quiet=True, follower=False, base_interval=1 if in_base else 1000)
+        run.resume()
+        for _ in train_sparse(model, optimizers, range(stop), every=3, clear_first=False):
+            run.commit()
+        run.flush()
+        if in_base:
+            assert run._capture.snapshot is not None
+            run._capture.snapshot.wait()
+        crash(run)
+        model, optimizers = sparse_and_dense()
+        run = everstep.attach(model, optimizers, path, quiet=True, follower=False)
+        with pytest.warns(InexactWarning, match="sparse") if stop % 3 else contextlib.nullcontext():
+            assert run.resume() == stop
+        for _ in train_sparse(model, optimizers, range(stop, 15), every=3, clear_first=False):
+            run.commit()
+        crash(run)
+        plain, others = sparse_and_dense()
+        list(train_sparse(plain, others, range(15), every=3, clear_first=False))
+        if stop % 3 == 0:
+            assert not equal([p.detach() for p in plain.parameters()], [p.detach() for p in model.parameters()])
+
+
+def test_sparse_gradients_that_are_cleared_before_the_next_backward_are_nothing_to_warn_of(tmp_path: Any) -> None:
+    model, optimizers = sparse_and_dense()
+    run = everstep.attach(model, optimizers, tmp_path / "run", quiet=True, follower=False)
+    run.resume()
+    for _ in train_sparse(model, optimizers, range(8), every=1, clear_first=True):
+        run.commit()
+    crash(run)
+    model, optimizers = sparse_and_dense()
+    run = everstep.attach(model, optimizers, tmp_path / "run", quiet=True, follower=False)
+    assert run.resume() == 8  # warnings are errors
+    for _ in train_sparse(model, optimizers, range(8, 12), every=1, clear_first=True):
+        run.commit()
+    crash(run)
+    plain, others = sparse_and_dense()
+    list(train_sparse(plain, others, range(12), every=1, clear_first=True))
+    assert not equal([p.detach() for p in plain.parameters()], [p.detach() for p in model.parameters()])

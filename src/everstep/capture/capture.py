@@ -363,8 +363,8 @@ class Capture(Recorder):
         out = []
         for tap in self.taps.values():
             for uid, kind, grad in tap.carry.now():
-                index = -1
-                if kind != "zero":
+                index = -2 if kind == "lost" else -1
+                if kind not in ("zero", "lost"):
                     index = live.add(uid, "grad", f"grad.{uid:016x}", grad.detach().clone(), settled=True)
                 out.append((uid, index))
         for uid, grad in self._strays.carried_now():

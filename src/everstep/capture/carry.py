@@ -9,7 +9,7 @@ import torch
 
 from everstep.capture.held import Held
 from everstep.capture.pending import Item, PendingCarry, PendingGrad
-from everstep.memory import view_as_bits
+from everstep.memory import same_bits, view_as_bits
 
 
 class Carry:
@@ -46,7 +46,7 @@ class Carry:
         """An update begins: were the gradients of the last commit still there?"""
         if self._at_commit:
             self._stay = any(
-                g is not None and self._grad_of(p) is g for p, g in zip(self._params, self._at_commit, strict=True)
+                g is not None and _is_in(g, self._grad_of(p)) for p, g in zip(self._params, self._at_commit, strict=True)
             )
             self._num_seen += 1
             self._at_commit = []
@@ -92,7 +92,11 @@ class Carry:
         versions: dict[int, int] = {}
         items: list[Item] = []
         for uid, g in zip(self._uids, self._at_commit, strict=True):
-            if g is None or g.is_sparse:
+            if g is None:
+                continue
+            if g.is_sparse:
+                if not self.is_rare:  # how they are stored is not specified; who resumes here is told, if it may matter
+                    kinds[uid] = "lost"
                 continue
             versions[uid] = g._version
             # In a frame without an update of this optimizer there is none to refer to: what an earlier frame told holds.
@@ -105,7 +109,7 @@ class Carry:
                 kinds[uid] = "given"
                 items.append(PendingGrad(uid, g.detach().clone()))
         gone = [u for u in self._kinds if u not in kinds]
-        for kind in ("consumed", "zero"):
+        for kind in ("consumed", "zero", "lost"):
             uids = [u for u, k in kinds.items() if k == kind]
             if uids and (is_updated or kind != "consumed"):
                 items.append(PendingCarry(kind, uids))
@@ -133,3 +137,18 @@ class Carry:
             return []
         by_uid = dict(zip(self._uids, self._params, strict=True))
         return [self._grad_of(by_uid[uid]) if uid in by_uid else None for uid in uids]
+
+
+def _is_in(before: torch.Tensor, now: torch.Tensor | None) -> bool:
+    """Whether a gradient is that of before, or what was added to it: sparse ones are put one behind the other then, in new
+    memory."""
+    if now is None or now is before:
+        return now is before
+    if not (before.is_sparse and now.is_sparse) or now._nnz() < before._nnz():
+        return False
+    if now.is_coalesced():  # merged: whether it is in there could only be guessed
+        return True
+    count = before._nnz()
+    return torch.equal(now._indices()[:, :count], before._indices()) and same_bits(
+        now._values()[:count].contiguous(), before._values().contiguous()
+    )
