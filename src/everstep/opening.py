@@ -40,6 +40,8 @@ from everstep.store import files
 from everstep.store.runs import RunPath, WriterLock
 from everstep.tune.choice import Decision
 
+FRAME_BYTES = 20 << 10
+"""What a step takes beside its gradients, about: states of generators, footer, blocks that are filled up."""
 MIN_SLOTS_OF_RANKS = 3
 """Of each rank's pool: while one is being written, the step before the newest stays, for ranks that have come no further."""
 
@@ -329,10 +331,10 @@ def _describe(opened: Opened, inventory: Inventory) -> str:
             f"{opened.path.pool(opened.pool_folder)} · {free / 1e9:.0f} GB free · a base every "
             f"{options.base_interval} steps, keeps {options.retention}"
         )
-    step_bytes = sum(t.numel() * t.element_size() for t in inventory.params().values() if t.requires_grad)
+    step_bytes = FRAME_BYTES + sum(t.numel() * t.element_size() for t in inventory.params().values() if t.requires_grad)
     return (
         f"everstep: {opened.path.path} · mode {opened.mode} · about {step_bytes / 1e6:.2f} MB a step · "
-        f"{free / 1e9:.0f} GB free ({free // max(step_bytes, 1):,} steps without retention) · "
+        f"{free / 1e9:.0f} GB free ({free // step_bytes:,} steps without retention) · "
         f"keeps {options.retention}"
     )
 
