@@ -96,7 +96,8 @@ def test_crash_points_of_a_short_run_restore_to_a_durable_step(pool_mode: str, s
 @pytest.mark.parametrize("pool_mode", [None, "direct", "staged", "disk"])
 def test_every_crash_point_of_a_short_run_restores_to_a_durable_step(pool_mode: str | None, shm: Path) -> None:
     checker = Checker(str(shm), all_steps=True, verify_every=5)
-    for seed, slots in enumerate((2, 3)):
-        recording = record(f"{shm}/live-{seed}", pool_mode=pool_mode, pool_slots=slots)
+    seed = 0
+    while seed < 2 or checker.num_images <= 1000:  # how much a run does, apart from its steps, depends on the machine
+        recording = record(f"{shm}/live-{seed}", pool_mode=pool_mode, pool_slots=2 + seed % 2)
         replay(recording, checker, every=1, variants=6, go_on_every=40, seed=seed)
-    assert checker.num_images > 1000
+        seed += 1

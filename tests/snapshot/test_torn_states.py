@@ -154,12 +154,13 @@ def killed_after(seconds: float, is_up: Callable[[], bool], work: Callable[[], N
     assert os.waitpid(pid, 0)[1] == signal.SIGKILL, "it ended by itself"
 
 
-def hunt(path: Path, num_kills: int, seed: int, hidden: bool, **options: Any) -> int:
-    """How many states were looked at."""
+def hunt(path: Path, num_kills: int, seed: int, hidden: bool, least: int, **options: Any) -> None:
+    """So many kills, and more until so many states have been looked at: a slow machine stores few between two of them."""
     Numbering(Numbered().parameters(), hidden)  # what torch imports for the first optimizer, forked processes need not
     draw = random.Random(seed)
-    looked_at, latest = 0, -1
-    for kill in range(num_kills):
+    looked_at, latest, kill = 0, -1, 0
+    while kill < num_kills or looked_at < least:
+        kill += 1
         told = Told()
         # Some are killed at once, some when they have resumed, and some when they have stored something, however slow it is.
         early = draw.random() < 0.2
@@ -184,8 +185,6 @@ def hunt(path: Path, num_kills: int, seed: int, hidden: bool, **options: Any) ->
             assert found == {n}, f"step {n} has elements of steps {sorted(found)}"
             looked_at += 1
         latest = newest
-    assert looked_at >= num_kills / 2
-    return looked_at
 
 
 CASES: list[tuple[str, dict[str, Any]]] = [
@@ -204,7 +203,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 def test_every_state_that_a_kill_leaves_is_of_one_step(name: str, options: dict[str, Any], shm: Path) -> None:
     hidden = "memory" in name or name == "direct"
     options = {k: str(shm) if v == "shm" else v for k, v in options.items()}
-    hunt(shm / "run", 4, 1, hidden, **options)  # in memory, where a commit does not wait for others' disks
+    hunt(shm / "run", 4, 1, hidden, 2, **options)  # in memory, where a commit does not wait for others' disks
 
 
 @pytest.mark.long
@@ -215,4 +214,4 @@ def test_thousands_of_states_that_kills_leave_are_of_one_step_each(
     name: str, options: dict[str, Any], hidden: bool, disk: Path, shm: Path
 ) -> None:
     options = {k: str(shm) if v == "shm" else v for k, v in options.items()}
-    assert hunt(disk / "run", 150, 11 + hidden, hidden, **options) > 300
+    hunt(disk / "run", 150, 11 + hidden, hidden, 300, **options)
