@@ -268,3 +268,22 @@ def test_what_the_sampler_of_another_loader_counts_comes_back(tmp_path: Path) ->
 
     first = train(tmp_path / "run", stop=5)
     assert first + train(tmp_path / "run") == train(None)
+
+
+@pytest.mark.parametrize("how", ["inside", "beside"])
+def test_a_pass_that_goes_on_after_another_has_begun_is_refused(how: str, tmp_path: Path) -> None:
+    """After a kill nobody could tell which of the two to go on with: batches were left out, without a word."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    train, other = [torch.ones(2)] * 4, [torch.ones(2)] * 2
+    done = 0
+    run = everstep.attach(model, optimizer, tmp_path / "run", quiet=True, follower=False)
+    with pytest.raises(everstep.errors.UsageError, match="one position at a time"), run:
+        for batch, *_ in zip(run.steps(train), *([run.steps(other)] if how == "beside" else []), strict=False):
+            model(batch).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            done += 1
+            for _ in run.steps(other) if how == "inside" else ():
+                pass
+    assert done == 1

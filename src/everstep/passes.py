@@ -14,6 +14,7 @@ from typing import Any
 
 from everstep import rng
 from everstep.capture import loader as loaders
+from everstep.errors import UsageError
 from everstep.generation import Resumed
 from everstep.restore.execute import Restored
 
@@ -68,6 +69,15 @@ class Passes:
         self._others = self._of_others(number, loaders.generator_states)
         self._counted = self._of_others(number, loaders.sampler_states)
         return current
+
+    def check_goes_on(self, current: loaders.Pass) -> None:
+        """UsageError if another pass has begun since, which ended this one: of two at a time, positions could not be told."""
+        if self._current is not current:
+            raise UsageError(
+                "a loop over run.steps() goes on after another one has begun (inside of it, or beside it by zip?), and the "
+                "data of a run are at one position at a time. Iterate over the other loader itself (for batch in loader), "
+                "or leave this loop first"
+            )
 
     def ended(self, current: loaders.Pass) -> None:
         """All of its batches were delivered."""

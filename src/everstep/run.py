@@ -160,6 +160,7 @@ class Run:
                 continue
             for batch in current:
                 yield batch
+                self._passes.check_goes_on(current)
                 self.commit()
             self._passes.ended(current)
 
