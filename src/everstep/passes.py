@@ -71,7 +71,7 @@ class Passes:
         return current
 
     def check_goes_on(self, current: loaders.Pass) -> None:
-        """UsageError if another pass has begun since, which ended this one: of two at a time, positions could not be told."""
+        """UsageError if another pass has begun since, which ended this one: a run has one position in its data."""
         if self._current is not current:
             raise UsageError(
                 "a loop over run.steps() goes on after another one has begun (inside of it, or beside it by zip?), and the "
