@@ -145,6 +145,8 @@ class Passes:
             self._loaders.append(weakref.ref(loader))
         except TypeError:
             return None
+        if self._found is not None:
+            loaders.as_in_a_new_process(loader)
         return len(self._loaders) - 1
 
     def _of_others(self, number: int | None, states_of: Callable[[Any], list[Any]]) -> dict[int, list[Any]]:
