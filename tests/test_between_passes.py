@@ -268,3 +268,43 @@ def test_what_the_sampler_of_another_loader_counts_comes_back(tmp_path: Path) ->
 
     first = train(tmp_path / "run", stop=5)
     assert first + train(tmp_path / "run") == train(None)
+
+
+@pytest.mark.parametrize("how", ["inside", "beside"])
+def test_a_pass_that_goes_on_after_another_has_begun_is_refused(how: str, tmp_path: Path) -> None:
+    """After a kill nobody could tell which of the two to go on with: batches were left out, without a word."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    train, other = [torch.ones(2)] * 4, [torch.ones(2)] * 2
+    done = 0
+    run = everstep.attach(model, optimizer, tmp_path / "run", quiet=True, follower=False)
+    with pytest.raises(everstep.errors.UsageError, match="one position at a time"), run:
+        for batch, *_ in zip(run.steps(train), *([run.steps(other)] if how == "beside" else []), strict=False):
+            model(batch).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            done += 1
+            for _ in run.steps(other) if how == "inside" else ():
+                pass
+    assert done == 1
+
+
+def test_a_loader_whose_workers_are_still_running_begins_again_as_in_a_new_process(tmp_path: Path) -> None:
+    """A loader draws a seed for workers that it starts, and none where they are running: the order that follows differs."""
+    torch.manual_seed(0)
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    data = TensorDataset(torch.arange(12.0)[:, None])
+    loader = DataLoader(data, 4, shuffle=True, num_workers=1, persistent_workers=True)
+    seen: list[list[list[int]]] = []
+    for _ in range(2):
+        seen.append([])
+        with everstep.attach(model, optimizer, tmp_path / "run", quiet=True, follower=False) as run:
+            if len(seen) > 1:
+                run.resume(step=0)
+            for (x,) in run.steps(loader, epochs=2):
+                seen[-1].append(x.flatten().int().tolist())
+                model(x).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    assert seen[0] == seen[1]

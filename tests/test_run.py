@@ -573,7 +573,9 @@ def test_real_schedulers_come_back(tmp_path: Any) -> None:
         {"base_interval": "often"}, {"batch_steps": None}, {"retention": {"bases": "two"}}, {"rename": 5}, {"layout": 5},
         {"mode": "snapshot", "pool": 5}, {"mode": "snapshot", "pool": b"/tmp"}, {"mode": "shadow", "shadow": 5},
         {"mode": "shadow", "max_lag_bytes": "2 GB"}, {"mode": "shadow", "shadow_idle_s": None},
-        {"tune": "yes"}, {"follower": 0},
+        {"tune": "yes"}, {"follower": 0}, {"base_interval": 2.5}, {"batch_steps": float("nan")},
+        {"segment_bytes": float("nan")},
+        {"retention": {"bases": 1.5}}, {"retention": {"max_bytes": float("nan")}}, {"rename": {"": 1}}, {"rename": len},
         {"retention": {"steps": 3}}, {"retention": 3}, {"extras": {"x": 3}}, {"extras": {1: None}}, {"extras": [3]},
     ],
     ids=str,
@@ -615,6 +617,13 @@ def test_models_without_values_are_refused_before_anything_is_written(model: Any
     with pytest.raises(UsageError, match="weight"):
         everstep.attach(model, optimizer, tmp_path / "run", quiet=True)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("wrong", [(5,), (None,), (len,), ([1], 1.5), ([1], "2"), ([1], None), ([1], -1)], ids=str)
+def test_steps_takes_what_can_be_iterated_and_a_number_of_passes(wrong: Any, tmp_path: Any) -> None:
+    model, optimizer = build()
+    with everstep.attach(model, optimizer, tmp_path / "run", quiet=True, follower=False) as run, pytest.raises(UsageError):
+        next(run.steps(*wrong))
 
 
 def test_resume_takes_only_steps(tmp_path: Any) -> None:

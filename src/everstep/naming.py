@@ -166,12 +166,18 @@ Rename = Mapping[str, str] | Callable[[str], str] | None
 """From a live object's name to the run's: a function, or prefixes and what stands for them."""
 
 
+def _text(name: Any, of: str) -> str:
+    if not isinstance(name, str):
+        raise UsageError(f"rename must give names: {name!r}, for {of!r}, is none")
+    return name
+
+
 def renamer(rename: Rename) -> Callable[[str], str]:
     if rename is None:
         return lambda name: name
     if callable(rename):
-        return rename
-    prefixes = sorted(rename.items(), key=lambda e: -len(e[0]))
+        return lambda name: _text(rename(name), name)
+    prefixes = sorted(((_text(a, "a prefix"), _text(b, a)) for a, b in rename.items()), key=lambda e: -len(e[0]))
 
     def by_prefix(name: str) -> str:
         for prefix, other in prefixes:

@@ -6,7 +6,7 @@ import os
 import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 from everstep.capture.offload import DURABILITIES
@@ -136,8 +136,11 @@ class Options:
             object.__setattr__(self, "retention", Retention(**self.retention))
         if not isinstance(self.retention, Retention):
             raise UsageError(f"retention must be an everstep.Retention, not {self.retention!r}")
-        for name in ("batch_steps", "max_inflight_steps", "max_inflight_bytes", "base_interval", "segment_bytes"):
-            if not isinstance(getattr(self, name), Real) or getattr(self, name) < 1:
+        for name in ("batch_steps", "max_inflight_steps", "base_interval"):
+            if not isinstance(getattr(self, name), Integral) or getattr(self, name) < 1:
+                raise UsageError(f"{name} must be a whole number from 1 on, not {getattr(self, name)!r}")
+        for name in ("max_inflight_bytes", "segment_bytes"):
+            if not isinstance(getattr(self, name), Real) or not getattr(self, name) >= 1:
                 raise UsageError(f"{name} must be a number from 1 on, not {getattr(self, name)!r}")
         if self.pool_mode not in (None, "direct", "staged", "disk"):
             raise UsageError(f"pool_mode must be 'direct', 'staged' or 'disk', not {self.pool_mode!r}")

@@ -14,6 +14,7 @@ from typing import Any
 
 from everstep import rng
 from everstep.capture import loader as loaders
+from everstep.errors import UsageError
 from everstep.generation import Resumed
 from everstep.restore.execute import Restored
 
@@ -68,6 +69,15 @@ class Passes:
         self._others = self._of_others(number, loaders.generator_states)
         self._counted = self._of_others(number, loaders.sampler_states)
         return current
+
+    def check_goes_on(self, current: loaders.Pass) -> None:
+        """UsageError if another pass has begun since, which ended this one: a run has one position in its data."""
+        if self._current is not current:
+            raise UsageError(
+                "a loop over run.steps() goes on after another one has begun (inside of it, or beside it by zip?), and the "
+                "data of a run are at one position at a time. Iterate over the other loader itself (for batch in loader), "
+                "or leave this loop first"
+            )
 
     def ended(self, current: loaders.Pass) -> None:
         """All of its batches were delivered."""
@@ -135,6 +145,8 @@ class Passes:
             self._loaders.append(weakref.ref(loader))
         except TypeError:
             return None
+        if self._found is not None:
+            loaders.as_in_a_new_process(loader)
         return len(self._loaders) - 1
 
     def _of_others(self, number: int | None, states_of: Callable[[Any], list[Any]]) -> dict[int, list[Any]]:

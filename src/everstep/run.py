@@ -7,6 +7,7 @@ import os
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from numbers import Integral
 from typing import Any
 
 from torch import nn
@@ -151,6 +152,10 @@ class Run:
 
         Calls are matched by their order: a pass that was finished before the run stopped yields nothing.
         """
+        if not isinstance(epochs, Integral) or epochs < 0:
+            raise UsageError(f"epochs must be a whole number from 0 on, not {epochs!r}")
+        if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
+            raise UsageError(f"steps() takes a loader, or anything else that can be iterated, not {loader!r}")
         if self._resumed is None:
             self.resume()
         for _ in range(epochs):
@@ -160,6 +165,7 @@ class Run:
                 continue
             for batch in current:
                 yield batch
+                self._passes.check_goes_on(current)
                 self.commit()
             self._passes.ended(current)
 

@@ -150,6 +150,32 @@ class ChangesInPlace(Training):
         super().step(t)
 
 
+class SharesWithOneThatIsNotReplayed(Training):
+    """A parameter that two optimizers move one after the other; what the first does is stored by its results."""
+
+    def prepare(self) -> None:
+        shared = [*self.model["head"].parameters(), *self.model["body"][0].parameters()]
+        body = torch.optim.ASGD(self.model["body"].parameters(), 0.01, t0=4)
+        self.optimizers = {"drawn": Drawing(shared, 0.01), "body": body}
+
+    def step(self, t: int) -> None:
+        self.backward(t)
+        for optimizer in self.optimizers.values():
+            optimizer.step()
+        self.model.zero_grad()
+
+
+class Drawing(torch.optim.SGD):
+    """Moves parameters by chance: no replay gives the same."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        for p in self.param_groups[0]["params"]:
+            p.add_(torch.randn_like(p), alpha=0.01)
+        return result
+
+
 class Counting(torch.optim.SGD):
     """Keeps a number beside what it keeps of its parameters, and acts on it now and then."""
 
@@ -194,3 +220,8 @@ def test_hyperparameters_that_are_changed_in_place(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore::everstep.errors.InexactWarning")
 def test_an_optimizer_that_keeps_a_number_of_its_own(tmp_path: Path) -> None:
     check(Training, lambda params: Counting(params, 0.01), tmp_path / "run")
+
+
+@pytest.mark.filterwarnings("ignore::everstep.errors.InexactWarning")
+def test_a_parameter_of_two_optimizers_of_which_one_is_not_replayed(tmp_path: Path) -> None:
+    check(SharesWithOneThatIsNotReplayed, adam, tmp_path / "run")

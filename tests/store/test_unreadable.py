@@ -185,3 +185,32 @@ def test_a_segment_may_have_any_number_of_holes(tmp_path: Path) -> None:
     [segment] = history._joint().eras[0].lines[0].segments.values()
     assert [hole[:2] for hole in segment.holes] == [(n, n) for n in range(101, 801, 2)]
     assert [f.step for f in segment.frames] == [*range(1, 101), *range(102, 801, 2)]
+
+
+@pytest.mark.parametrize("where", ["bases/000000000005/manifest.json", "bases/000000000000/rank-00000.safetensors"])
+def test_a_link_that_leads_nowhere_in_an_old_base_does_not_keep_a_run_from_going_on(
+    where: str, trained: Truth, tmp_path: Path
+) -> None:
+    file = tmp_path / "run/timelines/0001" / where
+    file.unlink()
+    file.symlink_to(tmp_path / "nowhere")
+    run = everstep.attach(*build(), tmp_path / "run", quiet=True, follower=False)
+    assert run.resume() == 12
+    crash(run)
+
+
+def test_a_generation_whose_document_leads_nowhere_is_damage(trained: Truth, tmp_path: Path) -> None:
+    file = tmp_path / "run/timelines/0001/generations/000001.json"
+    file.unlink()
+    file.symlink_to(tmp_path / "nowhere")
+    with pytest.raises(CorruptionError, match=r"000001\.json"):
+        everstep.open(tmp_path / "run").state()
+
+
+def test_a_file_that_is_called_like_a_later_base_is_let_be(trained: Truth, tmp_path: Path) -> None:
+    stray = tmp_path / "run/timelines/0001/bases/000000000099"
+    stray.write_text("not a base")
+    run = everstep.attach(*build(), tmp_path / "run", quiet=True, follower=False)
+    assert run.resume() == 12
+    crash(run)
+    assert stray.exists()

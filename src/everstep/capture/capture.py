@@ -105,7 +105,8 @@ class Capture(Recorder):
             self._overwrites += 1
             self.put(item)
         for each in self.taps.values():
-            if each.results_due and not each.overwrite:
+            # Results of an optimizer that is never replayed can wait for the commit, unless this update starts from them.
+            if each.results_due and (not each.overwrite or (each is not tap and not set(each.uids).isdisjoint(tap.uids))):
                 self._store_results(each)
         for item in tap.changed_groups():
             self.put(item)

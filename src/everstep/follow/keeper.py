@@ -338,7 +338,7 @@ def stored(path: RunPath, timeline: int, part: Part | None = None) -> tuple[list
     for name in files.listing(path.bases(timeline)):
         folder = os.path.join(path.bases(timeline), name)
         if name.isdigit() and is_there(folder, part):
-            size = sum(os.path.getsize(os.path.join(folder, f)) for f in files.listing(folder))
+            size = sum(files.size(os.path.join(folder, f)) for f in files.listing(folder))
             found.append(StoredBase(int(name), size, folder))
     names = []
     for name in files.listing(path.log(timeline)):
@@ -347,7 +347,7 @@ def stored(path: RunPath, timeline: int, part: Part | None = None) -> tuple[list
             names.append((*parsed, os.path.join(path.log(timeline), name)))
     names.sort()
     segments = [
-        StoredSegment(first, max(first, following - 1), os.path.getsize(file), file)
+        StoredSegment(first, max(first, following - 1), files.size(file), file)
         for (_, first, file), (_, following, _) in itertools.pairwise(names)
     ]
     return found, segments

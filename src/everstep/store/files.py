@@ -521,6 +521,16 @@ def listing(path: str) -> list[str]:
         raise StorageError(f"list {path}: {e.strerror}") from e
 
 
+def size(path: str) -> int:
+    """Bytes of a file; 0 if it is gone."""
+    try:
+        return os.stat(path).st_size
+    except (FileNotFoundError, NotADirectoryError):
+        return 0
+    except OSError as e:
+        raise StorageError(f"stat {path}: {e.strerror}") from e
+
+
 def read_whole(path: str) -> bytes:
     """All bytes of a small file. FileNotFoundError if it is not there."""
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Real
+from numbers import Integral, Real
 
 from everstep.errors import UsageError
 from everstep.store import files
@@ -30,8 +30,9 @@ class Retention:
     def __post_init__(self) -> None:
         for name in ("bases", "every", "window_steps", "max_bytes", "min_bytes"):
             value = getattr(self, name)
-            if not isinstance(value, Real) and not (value is None and name in ("every", "max_bytes")):
-                raise UsageError(f"{name} of a retention must be a number, not {value!r}")
+            kind, told = (Real, "number") if name.endswith("_bytes") else (Integral, "whole number")
+            if (not isinstance(value, kind) or value != value) and not (value is None and name in ("every", "max_bytes")):
+                raise UsageError(f"{name} of a retention must be a {told}, not {value!r}")
         if self.bases < 1 or self.window_steps < 0:
             raise UsageError("retention must keep at least one base, and no negative number of steps")
         if (self.every is not None and self.every < 1) or (self.max_bytes is not None and self.max_bytes < 1):

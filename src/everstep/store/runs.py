@@ -272,8 +272,9 @@ class RunPath:
         """Remove this rank's bases of later steps: a generation has just begun at this one, and they count no more. Nor
         must they look like those that it will write."""
         for name in files.listing(self.bases(timeline)):
-            if name.isdigit() and int(name) > step:
-                bases.remove_base(os.path.join(self.bases(timeline), name))
+            folder = os.path.join(self.bases(timeline), name)
+            if name.isdigit() and int(name) > step and os.path.isdir(folder):
+                bases.remove_base(folder)
 
     def read_layout(self, layout_id: str, timelines: list[int]) -> Layout:
         """A layout by its id, wherever it was written."""
@@ -561,8 +562,8 @@ def _read_timeline(listing: Listing, number: int, part: Part | None) -> None:
             if (generation.timeline, f"{generation.generation:06d}.json") != (number, name):
                 raise CorruptionError(f"{file} is not what its name says: it is of generation {generation.generation}")
             timeline.generations[generation.generation] = generation
-        except CorruptionError as e:
-            timeline.problems.append(str(e))
+        except (CorruptionError, FileNotFoundError) as e:
+            timeline.problems.append(str(e) if isinstance(e, CorruptionError) else f"{file} leads nowhere")
             timeline.unread.add(int(name.removesuffix(".json")))
     for name in files.listing(path.bases(number)):
         if not re.fullmatch(r"\d{12,}", name):

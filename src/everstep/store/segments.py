@@ -6,7 +6,6 @@ footer is a torn tail. A hole *before* a valid footer is damage, and is reported
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any, NamedTuple, Protocol
 
@@ -92,7 +91,7 @@ class Segment:
 
     @property
     def num_bytes(self) -> int:
-        return os.path.getsize(self.path) if os.path.exists(self.path) else 0
+        return files.size(self.path)
 
     def scan(self) -> Segment:
         """Find all valid frames; may be called again on a file that has grown."""

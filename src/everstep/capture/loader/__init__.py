@@ -26,7 +26,13 @@ from everstep.capture.loader.asked import AskedPass
 from everstep.capture.loader.consumed import ConsumedPass
 from everstep.capture.loader.counted import CountedPass
 from everstep.capture.loader.generators import State, own_generators, set_states_of, states_of
-from everstep.capture.loader.mapped import MapPass, index_slot, seeds_of_running_workers, set_seeds_of_earlier_workers
+from everstep.capture.loader.mapped import (
+    MapPass,
+    forget_workers,
+    index_slot,
+    seeds_of_running_workers,
+    set_seeds_of_earlier_workers,
+)
 from everstep.capture.loader.passes import Pass
 from everstep.capture.loader.resize import check_resizable, resized_position
 from everstep.capture.loader.sampler import give_back, kept_by
@@ -34,6 +40,7 @@ from everstep.errors import CursorError
 
 __all__ = [
     "Pass",
+    "as_in_a_new_process",
     "check_resizable",
     "generator_states",
     "open_pass",
@@ -74,6 +81,16 @@ def open_resized_pass(loader: Any, *, epoch: int, state: State) -> Pass:
     shape = shape_of(loader, kind)
     _check_fits(loader, kind, shape, state)
     return CountedPass.open_resized(loader, shape, state)
+
+
+def as_in_a_new_process(loader: Any) -> None:
+    """A run that is resumed in a process which used the loader before finds it without running workers, as in any other."""
+    if not workers_persist(loader):
+        return
+    if kind_of(loader) == "consumed":
+        loader._iterator = None
+    else:
+        forget_workers(loader)
 
 
 def generator_states(loader: Any) -> list[Tensor]:

@@ -159,6 +159,11 @@ def seeds_of_running_workers(loader: Any) -> Tensor | None:
     return None if standing is None or standing.iterator is None else standing.seeds
 
 
+def forget_workers(loader: Any) -> None:
+    """Let workers end that persist from before a resume: they have drawn what a new process has yet to draw."""
+    _standings.pop(loader, None)
+
+
 def set_seeds_of_earlier_workers(loader: Any, seeds: Tensor) -> None:
     """Have the next pass start its workers with these seeds: the resumed run had them running at this point."""
     _standing_of(loader).seeds_of_earlier_workers = seeds
