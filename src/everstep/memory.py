@@ -87,6 +87,11 @@ def view_bytes(tensor: torch.Tensor, *, keep_alive: bool = True) -> Bytes:
     return np.frombuffer(memory, np.uint8)
 
 
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether its bytes can be looked at where they are: it is a dense CPU tensor, contiguous, of ordinary bits."""
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+
+
 def is_aligned(raw: Bytes) -> bool:
     """Whether these bytes begin where torch would have put them: some kernels give other bits elsewhere."""
     return bool(raw.ctypes.data % ALIGNMENT == 0)
