@@ -1,5 +1,5 @@
-"""Models of many small tensors: what shares a record is read once, and gradients are used where they are only if nobody writes
-into them."""
+"""Models of many small tensors: what shares a record is read once, and gradients are used where they are only if nobody
+writes into them."""
 
 from __future__ import annotations
 
