@@ -16,7 +16,7 @@ from everstep.format.pool import HEADER_BYTES, SUPERBLOCK_BYTES, unpack_header, 
 from everstep.memory import Bytes
 from everstep.store.bases import BaseReader, Slot
 from everstep.store.medium import MakeMedium, Mapped
-from everstep.store.pool import Pool, SlotWriter
+from everstep.store.pool import Pool, SlotWriter, read_pool
 
 RUN = "0123456789abcdef" * 2
 LAYOUT = Layout((Atom(1, "param", "model", "w", (3,), "float32"),), (), ("model",))
@@ -70,13 +70,15 @@ def fill(writer: SlotWriter, slots: Sequence[Slot], step: int) -> None:
 
 
 def commit(pool: Pool, step: int, slots: Sequence[Slot] = SMALL, **others: Any) -> Manifest:
+    """The slot as it is read back."""
     writer = pool.begin(step)
     try:
         fill(writer, slots, step)
-        return writer.finish(**fields(step, **others))
+        writer.finish(**fields(step, **others))
     except BaseException:
         writer.abandon()
         raise
+    return next(m for m in read_pool(pool.path, RUN) if m.step == step)
 
 
 def read_back(folder: str, manifest: Manifest, *, shared: bool = False) -> list[Bytes]:

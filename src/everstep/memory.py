@@ -87,6 +87,13 @@ def view_bytes(tensor: torch.Tensor, *, keep_alive: bool = True) -> Bytes:
     return np.frombuffer(memory, np.uint8)
 
 
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether its bytes can be looked at where they are: it is a dense CPU tensor, contiguous, of ordinary bits."""
+    if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_neg():
+        return False
+    return not (tensor.dtype.is_complex and tensor.is_conj())  # each of these calls lets go of the interpreter
+
+
 def is_aligned(raw: Bytes) -> bool:
     """Whether these bytes begin where torch would have put them: some kernels give other bits elsewhere."""
     return bool(raw.ctypes.data % ALIGNMENT == 0)
@@ -94,11 +101,8 @@ def is_aligned(raw: Bytes) -> bool:
 
 def typed(raw: Bytes, dtype: torch.dtype) -> torch.Tensor:
     """Bytes as a 1-D tensor; uncopied if they are aligned."""
-    if is_aligned(raw):
-        return torch.from_numpy(raw).view(dtype)
-    tensor = torch.empty(len(raw) // dtype.itemsize, dtype=dtype)
-    view_bytes(tensor)[:] = raw
-    return tensor
+    tensor = torch.from_numpy(raw)
+    return (tensor if tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone()).view(dtype)
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -273,8 +273,9 @@ def test_a_commit_that_fails_leaves_no_state_behind_that_close_waits_for(
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that tensors of 64 elements are in two pieces."""
+    """So that tensors of 64 elements are in two pieces, and none is small."""
     monkeypatch.setattr(leaving_module, "PIECE_ELEMENTS", 32)
+    monkeypatch.setattr(leaving_module, "SMALL_BYTES", 0)
 
 
 # -- one state by itself ----------------------------------------------------------------------------------------------

@@ -123,14 +123,17 @@ def test_a_killed_run_goes_on_to_the_same_end(tmp_path: Path, truth: dict[int, A
 def delays(monkeypatch: pytest.MonkeyPatch) -> Iterator[random.Random]:
     """The thread that carries states stops at random moments."""
     rng = random.Random(5)
-    fill = Leaving._fill
 
-    def slow(self: Leaving, *args: Any) -> None:
-        if rng.random() < 0.2:
-            time.sleep(rng.random() * 0.004)
-        fill(self, *args)
+    def slowed(fill: Callable[..., None]) -> Callable[..., None]:
+        def slow(*args: Any) -> None:
+            if rng.random() < 0.2:
+                time.sleep(rng.random() * 0.004)
+            fill(*args)
 
-    monkeypatch.setattr(Leaving, "_fill", slow)
+        return slow
+
+    for name in ("_fill", "_fill_together"):
+        monkeypatch.setattr(Leaving, name, slowed(getattr(Leaving, name)))
     yield rng
 
 

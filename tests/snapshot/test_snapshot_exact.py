@@ -328,10 +328,10 @@ def test_edits_by_data_after_a_commit_are_noticed(late: bool, tmp_path: Path, mo
             edit()
         carry(self, writer)
 
-    def edited_then(self: Leaving, stored: Any, turn: int) -> None:
+    def edited_then(self: Leaving, sums: Any, turn: int) -> None:
         if late:
             edit()
-        look(self, stored, turn)
+        look(self, sums, turn)
 
     monkeypatch.setattr(Leaving, "carry", edited_first)
     monkeypatch.setattr(Leaving, "second_look", edited_then)
@@ -446,9 +446,9 @@ def test_a_gradient_that_somebody_keeps_is_not_taken_for_the_next_one(tmp_path: 
 
 def test_a_forked_child_trains_for_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While a state is on its way, which nobody carries on in the child."""
-    go, fill = threading.Event(), Leaving._fill
+    go, fill = threading.Event(), Leaving._fill_together
     go.set()
-    monkeypatch.setattr(Leaving, "_fill", lambda self, *args: go.wait(60) and fill(self, *args))
+    monkeypatch.setattr(Leaving, "_fill_together", lambda self, *args: go.wait(60) and fill(self, *args))
     model = linear()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run = everstep.attach(model, optimizer, tmp_path / "run", pool_mode="direct", **EVERY_STEP)

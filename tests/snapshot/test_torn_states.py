@@ -20,11 +20,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 import everstep
+from everstep.capture import leaving as leaving_module
 from everstep.capture.leaving import Leaving
 from everstep.errors import NotARunError, NothingToRestoreError
 
-SIZES = [(3,), (700, 40), (1,), (40_000,), (64, 8, 3, 3), (530_000,)]
-"""The last is more than one piece."""
+SIZES = [(3,), (700, 40), (1,), (40_000,), (64, 8, 3, 3), (530_000,), (2000,), (16, 4, 3, 3), (5,), (7000,)]
+"""One is more than one piece; small ones, that leave together, are among the others and follow each other."""
 
 
 class Numbered(nn.Module):
@@ -33,7 +34,8 @@ class Numbered(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weights = nn.ParameterList(torch.zeros(size) for size in SIZES)
-        self.weights[4].data = self.weights[4].data.to(memory_format=torch.channels_last)
+        for i in (4, 7):
+            self.weights[i].data = self.weights[i].data.to(memory_format=torch.channels_last)
         self.register_buffer("seen", torch.zeros(5000))
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
 
@@ -82,8 +84,9 @@ def live_numbers(model: nn.Module, optimizer: Optimizer) -> set[float]:
 
 
 def slow_down(seed: int) -> None:
-    """Each piece may be late, before it is copied and after it, and each state before it begins."""
-    fill, carry, draw = Leaving._fill, Leaving.carry, random.Random(seed)
+    """Each piece may be late, before it is copied and after it, so may small ones together, and each state before it begins.
+    How many small ones leave together differs from state to state."""
+    fill, fill_together, carry, draw = Leaving._fill, Leaving._fill_together, Leaving.carry, random.Random(seed)
 
     def late(share: float) -> None:
         if draw.random() < share:
@@ -94,11 +97,18 @@ def slow_down(seed: int) -> None:
         fill(self, index, region, start)
         late(0.2)
 
+    def filled_together(self: Leaving, indices: Any, into: Any) -> None:
+        late(0.5)
+        fill_together(self, indices, into)
+        late(0.5)
+
     def carried(self: Leaving, writer: Any) -> None:
+        leaving_module.TOGETHER_BYTES = draw.choice((100, 10_000, 40_000, 1 << 20))
         late(0.3)
         carry(self, writer)
 
     Leaving._fill, Leaving.carry = filled, carried  # type: ignore[method-assign]
+    Leaving._fill_together = filled_together  # type: ignore[method-assign]
 
 
 class Told:

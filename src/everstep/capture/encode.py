@@ -43,7 +43,7 @@ from everstep.frame import (
     Update,
     coefficient_of,
 )
-from everstep.memory import CODE_BY_DTYPE, Bytes, plain, strides_of, view_bytes
+from everstep.memory import CODE_BY_DTYPE, Bytes, is_plain, plain, strides_of, view_bytes
 from everstep.store.log import LogWriter
 from everstep.tune.averages import Spent
 
@@ -233,6 +233,6 @@ def _bytes_of(tensor: torch.Tensor) -> Bytes:
 
     (A tap tells by their number whether somebody else can write to it.) The caller keeps the tensor alive.
     """
-    if tensor.is_contiguous() and tensor.device.type == "cpu" and not (tensor.is_conj() or tensor.is_neg()):
+    if is_plain(tensor):
         return view_bytes(tensor, keep_alive=False)
     return view_bytes(plain(tensor))

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, MutableSequence, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
 from functools import partial
+from itertools import compress, cycle, islice
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -18,9 +19,8 @@ import torch
 
 from everstep.atoms import PIECE_ELEMENTS
 from everstep.capture.live import Described
-from everstep.format.documents import Manifest, StoredTensor
-from everstep.memory import Bytes, new_pages, plain, view_bytes
-from everstep.store.bases import Slot, piece_sum
+from everstep.memory import Bytes, is_plain, new_pages, plain, view_bytes
+from everstep.store.bases import SMALL_BYTES, Slot, piece_sum
 
 SECOND_LOOK_BYTES = 16 << 20
 LOOK_AT_PIECES = 8
@@ -31,6 +31,9 @@ FIRST_LOOK_BYTES = 1 << 20
 """So much, other pieces each time, is hashed at the commit itself: an edit that no version counter shows is then found, too,
 if it came before the tensor had left."""
 
+TOGETHER_BYTES = 1 << 20
+"""So much is read at once where tensors are small: guard() waits no longer for it than for a piece of a large one."""
+
 GIVE_WAY_S = 0.05
 """At most, for each piece: a reduction that hangs must not keep states from leaving."""
 
@@ -39,11 +42,13 @@ SAMPLE_BYTES = 64
 
 
 class Event(NamedTuple):
-    """A part of a tensor was carried, from where it is or from a copy, or copied (times of perf_counter)."""
+    """A part of a tensor, or several small ones, was carried, from where it is or from a copy, or copied (times of
+    perf_counter)."""
 
     kind: str
     """`in place`, `snapshot`, `copy`"""
     tensor: int
+    """The first of them."""
     num_bytes: int
     begun_s: float
     ended_s: float
@@ -54,14 +59,16 @@ class Writer(Protocol):
 
     @property
     def order(self) -> MutableSequence[int]:
-        """Indices into the slots in the order in which add_pieces() wants them. A pool lets those be moved that it has not
-        been given yet."""
+        """Indices into the slots in the order in which they are wanted. A pool lets those be moved that it has not been
+        given yet."""
 
     def add_pieces(self, fill: Callable[[Bytes, int], None]) -> None: ...
 
-    def stored(self) -> list[StoredTensor]: ...
+    def add_together(self, count: int, fill: Callable[[list[torch.Tensor]], None]) -> None: ...
 
-    def finish(self, **fields: object) -> Manifest: ...
+    def sums(self) -> list[tuple[int, ...]]: ...
+
+    def finish(self, **fields: object) -> object: ...
 
     def abandon(self) -> None: ...
 
@@ -118,11 +125,6 @@ def _piece_bytes(slot: Slot) -> int:
     return PIECE_ELEMENTS * slot.dtype.itemsize
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether its bytes can be looked at where they are."""
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-
-
 class Leaving:
     """One state. Made on the training thread while it is S(step); carried by another."""
 
@@ -154,7 +156,7 @@ class Leaving:
         self._bytes: list[Bytes | None] = [None] * len(live.tensors)
         self._carried = [0] * len(live.tensors)
         """Of each tensor, bytes from its beginning that have been carried."""
-        self._copied_from = [slot.num_bytes for slot in live.slots]
+        self._copied_from = live.sizes[:]
         """And from where on pieces have been copied:"""
         self._copies: dict[tuple[int, int], Bytes] = {}
         """By tensor and first byte."""
@@ -164,7 +166,7 @@ class Leaving:
         self._num_taken = 0
         self._pace, self._copy_first, self._copy_at = pace, copy_first, copy_at
         self._copied_rest = False
-        self._rest = live.num_bytes - sum(live.slots[i].num_bytes for i, settled in enumerate(live.settled) if settled)
+        self._rest = live.num_bytes - sum(compress(self._copied_from, live.settled))
         self._lock = threading.Lock()
         self._moved = threading.Condition(self._lock)
         self._over = False
@@ -194,27 +196,24 @@ class Leaving:
         slots, left = self._live.slots, FIRST_LOOK_BYTES
         for k in range(len(slots)):
             index = (turn + k) % len(slots)
-            if self._live.settled[index] or not _is_plain(self._live.tensors[index]):
+            view = self._view(index)
+            if view is None:
                 continue
-            piece = turn // len(slots) % -(-max(slots[index].num_bytes, 1) // _piece_bytes(slots[index]))
-            data = self._piece(index, piece)
+            step = _piece_bytes(slots[index])
+            piece = turn // len(slots) % -(-max(len(view), 1) // step)
+            data = view[piece * step : (piece + 1) * step]
             left -= len(data)
             if left < 0 and self._first_look:
                 return
             self._first_look[index, piece] = piece_sum(data, slots[index].uid, piece * PIECE_ELEMENTS)
 
-    def _pieces(self, counts: Sequence[int]) -> list[tuple[int, int]]:
-        """(tensor, piece) of all that is where it can be looked at; `counts`: how many pieces each tensor has."""
-        return [
-            (index, piece)
-            for index, count in enumerate(counts)
-            if not self._live.settled[index] and _is_plain(self._live.tensors[index])
-            for piece in range(count)
-        ]
-
-    def _piece(self, index: int, piece: int) -> Bytes:
-        step = _piece_bytes(self._live.slots[index])
-        return view_bytes(self._live.tensors[index])[piece * step : (piece + 1) * step]
+    def _view(self, index: int) -> Bytes | None:
+        """The memory of a tensor that was no copy at the commit, if its bytes can be looked at where they are."""
+        live = self._live
+        if live.settled[index]:
+            return None
+        tensor, found = live.tensors[index], live.views[index]
+        return view_bytes(tensor) if found is None and is_plain(tensor) else found
 
     def guard(self, indices: Iterable[int] | None = None) -> None:
         """These tensors (all, if not told) are about to change: return when they may. Waits for no more than it must."""
@@ -223,7 +222,7 @@ class Leaving:
         if self._over or self.has_left:
             return
         self._is_awaited = True
-        wanted = list(range(len(self._settled)) if indices is None else indices)
+        wanted = [i for i in (range(len(self._settled)) if indices is None else indices) if not self._settled[i]]
         for index in self._last_first(wanted):
             with self._lock:
                 if self._over or (not self._settled[index] and not self._copy(index)):
@@ -263,7 +262,8 @@ class Leaving:
             if self.changed or not self._is_as_sampled():
                 return False
             for index in set(range(len(live.tensors))).difference(ready):
-                old.tensors[index], self._settled[index] = live.tensors[index], live.settled[index]
+                old.tensors[index], old.views[index] = live.tensors[index], live.views[index]
+                self._settled[index] = live.settled[index]
                 self._versions[index] = live.tensors[index]._version
             unsettled = [i for i, settled in enumerate(self._settled) if not settled]
             self._rest = sum(self._copied_from[i] - self._carried[i] for i in unsettled)
@@ -293,23 +293,40 @@ class Leaving:
         """All of it, in the writer's order as far as tensors are ready; returns when it is a state, or was cancelled.
         writer.finish(), and forget() whatever happens, are the caller's."""
         order = self._order = writer.order
-        for k in range(len(order)):
+        k = 0
+        while k < len(order):
             with self._lock:
                 self._wait_for(lambda: self._first_ready(order, k) is not None)  # noqa: B023  # called here only
                 found = self._first_ready(order, k)
                 if self._over or found is None:
                     return
-                index = order[found]
                 if found != k:
                     order.insert(k, order.pop(found))
-            writer.add_pieces(partial(self._fill, index))
+                together = self._together(order, k)
+            if len(together) > 1:
+                writer.add_together(len(together), partial(self._fill_together, together))
+            else:
+                writer.add_pieces(partial(self._fill, together[0]))
             with self._lock:
-                if not self._settled[index]:
-                    self._settle(index)
-                self._bytes[index] = None
+                self._settle(together)
+                for index in together:
+                    self._bytes[index] = None
+            k += len(together)
         with self._lock:
             self._wait_for(lambda: self._is_whole)
         self._has_left()
+
+    def _together(self, order: Sequence[int], start: int) -> list[int]:
+        """What leaves next: small tensors that follow each other and are ready; or one."""
+        found: list[int] = []
+        left = TOGETHER_BYTES
+        for index in islice(order, start, None):
+            num_bytes = self._live.sizes[index]
+            left -= num_bytes
+            if num_bytes > SMALL_BYTES or left < 0 or not self._is_ready[index]:
+                break
+            found.append(index)
+        return found or [order[start]]
 
     def _first_ready(self, order: Sequence[int], start: int) -> int | None:
         return next((k for k in range(start, len(order)) if self._is_ready[order[k]]), None)
@@ -340,23 +357,37 @@ class Leaving:
             num_taken, self._num_taken = self._num_taken, 0
         self._room.give_back(num_taken)
 
-    def second_look(self, stored: Sequence[StoredTensor], turn: int) -> None:
-        """Whether some of what has left, other pieces at each turn, is still what it was, as long as no update comes."""
+    def second_look(self, sums: Sequence[Sequence[int]], turn: int) -> None:
+        """Whether some of what has left, other pieces at each turn, is still what it was, as long as no update comes.
+        `sums`: of each tensor's pieces, as they have arrived."""
         for (index, piece), then in self._first_look.items():
-            if stored[index].sums[piece] != then:
+            if sums[index][piece] != then:
                 self._was_edited(index)
-        pieces = self._pieces([len(tensor.sums) for tensor in stored])
+        views = [self._view(index) for index in range(len(sums))]
+        pieces = [(i, view, p) for i, view in enumerate(views) if view is not None for p in range(len(sums[i]))]
+        first = turn * LOOK_AT_PIECES % max(len(pieces), 1)
+        turns = islice(cycle(pieces), first, first + len(pieces))
         left = SECOND_LOOK_BYTES
-        for k in range(len(pieces)):
-            index, piece = pieces[(turn * LOOK_AT_PIECES + k) % len(pieces)]
+        while left > 0:
             with self._lock:
-                if self._is_guarded or left <= 0:
+                if self._is_guarded:
                     return
-                data = self._piece(index, piece)
-                left -= len(data)
-                uid = self._live.slots[index].uid
-                if piece_sum(data, uid, piece * PIECE_ELEMENTS) != stored[index].sums[piece]:
-                    self._was_edited(index)
+                looked = self._look_at(turns, sums)
+            left = left - looked if looked else 0
+
+    def _look_at(self, pieces: Iterator[tuple[int, Bytes, int]], sums: Sequence[Sequence[int]]) -> int:
+        """With the lock: the next of them, of as many bytes as guard() may wait for; 0 if there is none left."""
+        looked = 0
+        for index, view, piece in pieces:
+            slot = self._live.slots[index]
+            step = _piece_bytes(slot)
+            data = view[piece * step : (piece + 1) * step]
+            if piece_sum(data, slot.uid, piece * PIECE_ELEMENTS) != sums[index][piece]:
+                self._was_edited(index)
+            looked += max(len(data), 1)
+            if looked >= TOGETHER_BYTES:
+                break
+        return looked
 
     def _was_edited(self, index: int) -> None:
         self.torn = True
@@ -376,13 +407,47 @@ class Leaving:
                 self._rest -= len(region)
                 self._carried[index] = start + len(region)
                 if self._carried[index] == self._copied_from[index]:
-                    self._settle(index)
+                    self._settle([index])
             if not self._is_whole:
                 self.early_bytes += len(region)
                 if kind == "in place":
                     self._sample(index, region, start)
         self._carry_on(len(region))
         self.trace.append(Event(kind, index, len(region), begun, time.perf_counter()))
+
+    def _fill_together(self, indices: Sequence[int], into: list[torch.Tensor]) -> None:
+        """Small tensors, each in one piece: what _fill() does, for all of them at once."""
+        begun = time.perf_counter()
+        with self._lock:
+            are_there = not self._over and self._copies.keys().isdisjoint((i, 0) for i in indices)
+            if are_there:
+                in_place, num_bytes = self._copy_together(indices, into)
+        if not are_there:
+            for index, tensor in zip(indices, into, strict=True):
+                self._fill(index, view_bytes(tensor), 0)
+            return
+        self._carry_on(num_bytes)
+        ended = time.perf_counter()
+        between = begun + (ended - begun) * in_place / max(num_bytes, 1)
+        self.trace.append(Event("in place", indices[0], in_place, begun, between))
+        self.trace.append(Event("snapshot", indices[0], num_bytes - in_place, between, ended))
+
+    def _copy_together(self, indices: Sequence[int], into: list[torch.Tensor]) -> tuple[int, int]:
+        """With the lock. How many bytes were carried from where they are, and in all."""
+        live = self._live
+        torch._foreach_copy_(into, [live.tensors[i] for i in indices])  # one call, and the interpreter is free meanwhile
+        there = [i for i in indices if not self._settled[i]]
+        for i in there:
+            self._carried[i] = live.sizes[i]
+        self._settle(there)
+        in_place, num_bytes = (sum(live.sizes[i] for i in each) for each in (there, indices))
+        self._rest -= in_place
+        if not self._is_whole:
+            self.early_bytes += num_bytes
+            for index, tensor in zip(indices, into, strict=True):
+                if index in there:
+                    self._sample(index, view_bytes(tensor), 0)
+        return in_place, num_bytes
 
     def _carry_on(self, num_bytes: int) -> None:
         """So much has left: keep to the pace, and out of the way of others."""
@@ -419,7 +484,7 @@ class Leaving:
     def _copy_rest(self) -> None:
         """Of what is ready: there may be more later."""
         self._copied_rest = all(self._is_ready)
-        for index in self._last_first(range(len(self._settled))):
+        for index in self._last_first(i for i, settled in enumerate(self._settled) if not settled):
             with self._lock:
                 if self._is_ready[index] and not self._settled[index] and not self._copy(index):
                     return
@@ -434,12 +499,14 @@ class Leaving:
     def _source(self, index: int) -> Bytes:
         found = self._bytes[index]
         if found is None:
+            found = self._bytes[index] = self._live.views[index]
+        if found is None:
             tensor = self._live.tensors[index]
             dense = plain(tensor)
             found = self._bytes[index] = view_bytes(dense)
             if dense.data_ptr() != tensor.data_ptr() and not self._settled[index]:
                 self._rest -= len(found)
-                self._settle(index)  # that was a copy already
+                self._settle([index])  # that was a copy already
         return found
 
     def _copy(self, index: int) -> bool:
@@ -465,8 +532,7 @@ class Leaving:
             self.trace.append(Event("copy", index, end - start, begun, ended))
             self._rest -= end - start
             end = self._copied_from[index] = start
-        if not self._settled[index]:
-            self._settle(index)
+        self._settle([index])
         return True
 
     def _sample(self, index: int, data: Bytes, start: int) -> None:
@@ -475,9 +541,11 @@ class Leaving:
             stride = max(1, len(data) // SAMPLE_BYTES) | 1  # odd: all bytes of elements get their turn
             self._samples.append((index, start, stride, data[::stride].copy()))
 
-    def _settle(self, index: int) -> None:
-        """This tensor has been read: was it left alone until now?"""
-        if self._live.tensors[index]._version != self._versions[index]:
-            self._was_edited(index)
-        self._settled[index] = True
+    def _settle(self, indices: Iterable[int]) -> None:
+        """These tensors have been read: were they left alone until now?"""
+        for index in indices:
+            if not self._settled[index]:
+                if self._live.tensors[index]._version != self._versions[index]:
+                    self._was_edited(index)
+                self._settled[index] = True
         self._moved.notify_all()

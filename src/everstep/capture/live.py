@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from operator import attrgetter, is_
+from operator import attrgetter, eq, is_
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from everstep import sharding, tree
 from everstep.atoms import Layout, state_uid
 from everstep.capture.structure import Structure
 from everstep.format.documents import StoredOptimizer
-from everstep.memory import strides_of
+from everstep.memory import Bytes, is_plain, strides_of, view_bytes
 from everstep.naming import Inventory, follow_outer
 from everstep.store.bases import Slot
 
@@ -30,6 +30,10 @@ class Described:
     settled: list[bool] = field(default_factory=list)
     sources: list[torch.Tensor] = field(default_factory=list)
     """The live tensors that they were taken from."""
+    views: list[Bytes | None] = field(default_factory=list)
+    """Their memory, where find_views() has found it."""
+    sizes: list[int] = field(default_factory=list)
+    """In bytes."""
     _keys: set[str] = field(default_factory=set)
 
     def add(
@@ -38,20 +42,23 @@ class Described:
         """Its index. `source`: what it is a copy of."""
         while key in self._keys:
             key += "'"
-        self._keys.add(key)
-        self.slots.append(Slot(uid, role, key, tensor.dtype, tuple(tensor.shape), strides_of(tensor)))
-        self.tensors.append(tensor.detach())
-        self.settled.append(settled)
-        self.sources.append(tensor if source is None else source)
+        slot = Slot(uid, role, key, tensor.dtype, tuple(tensor.shape), strides_of(tensor))
+        self._append(slot, tensor.detach(), settled, tensor if source is None else source)
         return len(self.slots) - 1
+
+    def _append(self, slot: Slot, tensor: torch.Tensor, settled: bool, source: torch.Tensor) -> None:
+        self._keys.add(slot.key)
+        self.slots.append(slot)
+        self.tensors.append(tensor)
+        self.settled.append(settled)
+        self.sources.append(source)
+        self.views.append(None)
+        self.sizes.append(slot.num_bytes)
 
     def add_again(self, slot: Slot) -> None:
         """The place of a tensor that there was once and that is not there now: zeros, which nobody asks for."""
-        self._keys.add(slot.key)
-        self.slots.append(slot)
-        self.tensors.append(torch.zeros((), dtype=slot.dtype).expand(slot.shape))
-        self.settled.append(True)
-        self.sources.append(self.tensors[-1])
+        zeros = torch.zeros((), dtype=slot.dtype).expand(slot.shape)
+        self._append(slot, zeros, True, zeros)
 
     def add_atoms(self, inventory: Inventory, kept: Mapping[int, torch.Tensor] | None = None) -> None:
         """Parameters where they are; buffers may change in the next forward: they are copied now, but for those in `kept`,
@@ -86,12 +93,25 @@ class Described:
             entries.append((uid, tree.pack(dict(values), put, path=name)))
         return StoredOptimizer(name, tuple(group_uids), pack_hyper(hyper, name), tree.plain_to_text(entries))
 
+    def put_copy(self, index: int, tensor: torch.Tensor) -> None:
+        """This one in place of a tensor: nobody changes it any more."""
+        self.tensors[index], self.settled[index], self.views[index] = tensor, True, None
+
+    def find_views(self) -> None:
+        """Of all that are no copies and whose bytes can be looked at where they are. They hold as long as these do."""
+        self.views = [
+            view_bytes(t) if not settled and is_plain(t) else None
+            for t, settled in zip(self.tensors, self.settled, strict=True)
+        ]
+
     def copy(self) -> Described:
-        return Described(self.slots[:], self.tensors[:], self.settled[:], self.sources[:], self._keys.copy())
+        return Described(
+            self.slots[:], self.tensors[:], self.settled[:], self.sources[:], self.views[:], self.sizes[:], self._keys.copy()
+        )
 
     @property
     def num_bytes(self) -> int:
-        return sum(s.num_bytes for s in self.slots)
+        return sum(self.sizes)
 
 
 def state_of(
@@ -109,9 +129,8 @@ def pack_hyper(hyper: Sequence[dict[str, Any]], name: str) -> str:
 
 
 _version = attrgetter("_version")
-_shape = attrgetter("shape")
-_data_ptr: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
-_strides: Callable[[torch.Tensor], tuple[int, ...]] = torch.Tensor.stride
+_PLACES: tuple[Callable[[torch.Tensor], Any], ...] = (torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride)
+"""Where in memory a tensor is, and how it lies there."""
 Mark = tuple[list[int], list[int]]
 GradientsMark = list[tuple["weakref.ref[torch.Tensor]", int]]
 
@@ -149,7 +168,10 @@ class Live:
         self._groups = self._groups_now()
         """As the optimizers have them, with what other ranks store."""
         self._known: Described | None = None
-        self._places_then: list[Any] = []
+        self._places: list[list[Any]] = []
+        """Of what is known: what _PLACES say of each."""
+        self._copied: list[int] = []
+        """Where the buffers are in what is known."""
         params = inventory.params()
         self._held = [(uid, params[uid]) for uid in inventory.tensors if uid in params]
         """Parameters that this process stores."""
@@ -166,11 +188,11 @@ class Live:
         values = self._state_values()
         known = self._known
         if known is not None and values is not None and _same(values, self._values):
-            if self._places() == self._places_then:
+            if self._are_in_place():
                 found = known.copy()
-                for i, slot in enumerate(found.slots):
-                    if slot.role == "buffer":
-                        found.tensors[i] = found.sources[i].detach().clone()
+                with torch.no_grad():
+                    for i in self._copied:
+                        found.tensors[i] = found.sources[i].clone()
                 return found, self._stored
             self.refresh()  # by `p.data = other` the same tensors have other memory
             values = self._state_values()
@@ -182,22 +204,26 @@ class Live:
             )
             for name, optimizer in self._optimizers.items()
         )
-        self._known = None if values is None else found  # else numbers in it change without a trace
         self._values = values or []
         self._watched = [t for t, slot in zip(found.tensors, found.slots, strict=True) if slot.role != "buffer"]
-        self._places_then = [] if self._known is None else self._places()
+        self._known = None
+        if values is not None:  # else numbers in it change without a trace
+            self._known = found
+            self._copied = [i for i, slot in enumerate(found.slots) if slot.role == "buffer"]
+            self._places = [list(map(place, found.sources)) for place in _PLACES]
+            found.find_views()
         return found.copy(), self._stored
 
-    def _places(self) -> list[tuple[int, torch.Size, tuple[int, ...]]]:
-        """Where in memory everything is that was described last, and how it lies there."""
+    def _are_in_place(self) -> bool:
+        """Whether everything that was described last is where in memory it was, and lies there as it did."""
         assert self._known is not None
         sources = self._known.sources
-        return list(zip(map(_data_ptr, sources), map(_shape, sources), map(_strides, sources), strict=True))
+        return all(all(map(eq, map(place, sources), then)) for place, then in zip(_PLACES, self._places, strict=True))
 
     def known(self) -> Described | None:
         """As it was described last, if it still consists of the same tensors; None: that must be found out."""
         values = self._state_values()
-        if self._known is None or values is None or not _same(values, self._values) or self._places() != self._places_then:
+        if self._known is None or values is None or not _same(values, self._values) or not self._are_in_place():
             return None
         return self._known.copy()
 

@@ -62,7 +62,7 @@ class Snapshot:
             writer = BaseWriter(*self._args, direct=self._direct, rank=self._rank)
             self._leaving.carry(writer)
             if self._look_twice and not self.torn:
-                self._leaving.second_look(writer.stored(), self.step)
+                self._leaving.second_look(writer.sums(), self.step)
             if self.torn:
                 writer.abandon()
             else:

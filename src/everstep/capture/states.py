@@ -30,7 +30,7 @@ from everstep.capture.live import Described, Live, pack_hyper
 from everstep.capture.recorder import Destination, Recorder
 from everstep.capture.snapshot import COPY_AT_ONCE_BYTES, Snapshot
 from everstep.errors import HiddenEditWarning, PoolFullError, StorageError
-from everstep.format.documents import TRAINER, Manifest, StoredOptimizer
+from everstep.format.documents import TRAINER, StoredOptimizer
 from everstep.naming import Inventory
 from everstep.store.bases import Slot
 from everstep.store.pools import Pools
@@ -292,8 +292,9 @@ class States(Recorder):
     def _begin(self, cursor: dict[str, Any]) -> Job:
         """Start to carry out S(step), which the live state is."""
         live, fields = self._state_now(cursor)
-        if self._settings.staged and self._memory_bytes(live) != self._room.limit:
-            self._room = Staging(self._memory_bytes(live))
+        memory_bytes = self._memory_bytes(live)
+        if self._settings.staged and memory_bytes != self._room.limit:
+            self._room = Staging(memory_bytes)
         job = Job(self.step, self.layout, live, self._leaving(live), fields)
         job.leaving.first_look(self._turn)
         self._turn += 1
@@ -333,9 +334,9 @@ class States(Recorder):
             self._layouts.add(layout.id)
         carried = self._carry(live)
         copy = live.num_bytes <= copy_up_to
-        for i, slot in enumerate(live.slots):
+        for i, slot in enumerate(live.slots if copy or self._volatile else ()):
             if not live.settled[i] and (copy or slot.uid in self._volatile):
-                live.tensors[i], live.settled[i] = live.tensors[i].clone(memory_format=torch.preserve_format), True
+                live.put_copy(i, live.tensors[i].clone(memory_format=torch.preserve_format))
 
         def fields() -> dict[str, Any]:
             stored = tuple(
@@ -407,6 +408,7 @@ class States(Recorder):
             finally:
                 turn += 1
                 job.leaving.forget()
+                job.live = Described()  # freed here, not by the training thread when the next one is begun
                 self.busy_s += time.perf_counter() - begun - job.leaving.idle_s
                 job.done.set()
                 del job  # its tensors are freed here, not when the next one comes
@@ -414,23 +416,24 @@ class States(Recorder):
     def _store(self, job: Job, turn: int) -> None:
         begun = time.perf_counter()
         writer: Writer = self._pools.begin(job.step, job.layout, job.live.slots, self._ahead.order)
-        manifest: Manifest | None = None
+        is_stored = False
         try:
             job.leaving.carry(writer)
             if job.leaving.is_cancelled:
                 return
             if not job.leaving.torn:
-                job.leaving.second_look(writer.stored(), turn)
+                job.leaving.second_look(writer.sums(), turn)
             if not job.leaving.torn:
                 assert job.fields is not None
-                manifest = writer.finish(step=job.step, **job.fields())
+                writer.finish(step=job.step, **job.fields())
+                is_stored = True
         except PoolFullError as e:
             self._pools.make_larger(e.num_bytes)  # this state is not stored; the next one is, into another pool
         finally:
-            if manifest is None:
+            if not is_stored:
                 with contextlib.suppress(StorageError):  # the first error is the one to report
                     writer.abandon()
-        if manifest is None:
+        if not is_stored:
             self._volatile.update(job.leaving.edited)
             self._hidden += job.leaving.edited
             self.num_torn += job.leaving.torn
@@ -464,7 +467,7 @@ class States(Recorder):
         if not self._settings.staged:
             return 0
         given = self._settings.memory_bytes
-        return sum(-(-s.num_bytes // 64) * 64 for s in live.slots) if given is None else given
+        return sum(-(-size // 64) * 64 for size in live.sizes) if given is None else given
 
     def _bandwidth(self) -> float:
         """Of the way out of the live tensors; 0 as long as it is not known."""
@@ -497,8 +500,8 @@ class States(Recorder):
         if self._ground is None or drifted(self._ground, ground) or now - self._planned_at > PLAN_EVERY_S:
             self._ground, self._planned_at = ground, now
             deadline = max(min(self._means.get("quiet_s"), ground.step_s), 1e-6)
-            pieces = [Piece(slot.key, slot.num_bytes, 0.0, deadline) for slot in job.live.slots]
-            self._schedule = plan(pieces, ground, interval=self._settings.interval, max_overhead=MAX_OVERHEAD)
+            state = Piece("state", job.live.num_bytes, 0.0, deadline)  # all of it: cut into grains, not into small tensors
+            self._schedule = plan([state], ground, interval=self._settings.interval, max_overhead=MAX_OVERHEAD)
         if self._settings.interval is None and self._schedule is not None:
             affordable = self._means.get("snapshot_stall_s") / (MAX_OVERHEAD * ground.step_s)
             # One is on its way at a time, until it is durable.

@@ -29,12 +29,12 @@ def set_carried(
     elif kind == "zero":
         state.carried[uid] = torch.zeros_like(state.tensors[uid])
     elif kind == "given" and ref is not None:
-        state.carried[uid] = with_strides(whole(frame, ref), ref.shape, ref.strides)
+        state.carried[uid] = _placed(whole(frame, ref), ref)
     elif kind == "consumed":
         if consumed is None or consumed.dense is None:
             raise CorruptionError(f"step {frame.step} carries a gradient that it does not hold")
         values = consumed_from(whole(frame, consumed.dense), consumed)
-        state.carried[uid] = with_strides(values, consumed.dense.shape, consumed.dense.strides)
+        state.carried[uid] = _placed(values, consumed.dense)
     else:
         raise CorruptionError(f"step {frame.step} carries a gradient of unknown kind {kind!r}")
 
@@ -57,7 +57,12 @@ def assign(old: torch.Tensor | None, flat: torch.Tensor, ref: TensorRef) -> torc
     if old is not None and tuple(old.shape) == tuple(ref.shape) and old.dtype == dtype_of(ref.dtype):
         old.copy_(flat.reshape(ref.shape))
         return old
-    return with_strides(flat, ref.shape, ref.strides)
+    return _placed(flat, ref)
+
+
+def _placed(flat: torch.Tensor, ref: TensorRef) -> torch.Tensor:
+    """As a tensor of the state. A single number is copied: whoever moves a state out of a log's memory leaves those."""
+    return with_strides(flat if ref.shape else flat.clone(), ref.shape, ref.strides)
 
 
 def sparse_tensor(frame: FrameData, ref: SparseRef) -> torch.Tensor:

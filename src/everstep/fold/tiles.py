@@ -81,17 +81,24 @@ class Unit:
         self._optimizer: torch.optim.Optimizer | None = None
         self._params: list[torch.Tensor] = []
         self._fused: FusedAdam | None = None
-        self._by_uid = {t.uid: i for i, t in enumerate(tiles)}
+        self._uids = {t.uid for t in tiles}
+        self._events: list[tuple[int, int, Op]] | None = None
         self.num_elements = sum(t.stop - t.start for t in tiles)
 
-    def _concerns(self, op: Op) -> bool:
-        return op.optimizer == self.name if isinstance(op, Update) else isinstance(op, SetTensor) and op.uid in self._by_uid
+    def _concerning(self, plan: TilePlan) -> list[tuple[int, int, Op]]:
+        """(event, frame, operation) of those that concern this unit."""
+        if self._events is None:
+            self._events = [
+                (event, frame, op)
+                for event, (frame, op) in enumerate(plan.events)
+                if (isinstance(op, SetTensor) and op.uid in self._uids)
+                or (isinstance(op, Update) and op.optimizer == self.name)
+            ]
+        return self._events
 
     def reads(self, plan: TilePlan) -> Iterator[_Read]:
         """For each operation that concerns this unit."""
-        for event, (frame, op) in enumerate(plan.events):
-            if not self._concerns(op):
-                continue
+        for event, frame, op in self._concerning(plan):
             if isinstance(op, SetTensor):
                 yield frame, [(op.ref, t.start, t.stop) for t in self.tiles if t.uid == op.uid], False
                 continue
@@ -111,7 +118,7 @@ class Unit:
 
     def begin(self) -> None:
         """Ask for the values that run() begins with."""
-        for tile in self.tiles:
+        for tile in () if self._state.loading is None else self.tiles:
             for tensor in self._tensors(tile):
                 self._state.begin(tensor, *_part(tile, tensor))
 
@@ -125,9 +132,7 @@ class Unit:
         """`source` gives what reads() asks for."""
         self._start()
         applied: list[dict[str, Any]] | None = None
-        for event, (frame, op) in enumerate(plan.events):
-            if not self._concerns(op):
-                continue
+        for event, frame, op in self._concerning(plan):
             parts = source.next()
             if isinstance(op, Update):
                 hyper = plan.hyper[event]
@@ -149,7 +154,7 @@ class Unit:
         state: dict[torch.Tensor, dict[str, Any]] = {}
         self._views: list[dict[str, Any]] = []
         for tile in self.tiles:
-            for tensor in self._tensors(tile):
+            for tensor in () if self._state.loading is None else self._tensors(tile):
                 self._state.need(tensor, *_part(tile, tensor))
             tensor = self._state.tensors[tile.uid].detach()
             p = tensor if tile.whole else tensor.view(-1)[tile.start : tile.stop]

@@ -41,7 +41,7 @@ class Arena:
     def offset_of(self, tensor: torch.Tensor) -> int | None:
         """Where a contiguous tensor lies in the file; None if it does not."""
         offset = tensor.data_ptr() - self._start
-        return offset if tensor.is_contiguous() and 0 <= offset < self.size else None
+        return offset if 0 <= offset < self.size and tensor.is_contiguous() else None
 
     def put(self, data: Bytes) -> tuple[int, Bytes] | None:
         """Copy these bytes in; where, and the memory. None if there is no room."""
@@ -96,7 +96,8 @@ class Home:
             self._outgrown.pop().close()
 
     def _is_stray(self, tensor: torch.Tensor) -> bool:
-        return tensor.dim() > 0 and tensor.is_contiguous() and (self._arena is None or self._arena.offset_of(tensor) is None)
+        is_here = self._arena is not None and self._arena.offset_of(tensor) is not None
+        return not is_here and tensor.dim() > 0 and tensor.is_contiguous()
 
     def _move(self, holder: dict[object, torch.Tensor], key: object, tensor: torch.Tensor) -> bool:
         assert self._arena is not None

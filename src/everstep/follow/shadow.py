@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from everstep.errors import CorruptionError, EverstepError, StepNotFoundError, StorageError
-from everstep.fold import State
+from everstep.fold import OptimizerState, State
 from everstep.follow.arena import Home
 from everstep.follow.compact import Held, describe
 from everstep.follow.kept import LogCopy
@@ -534,14 +534,11 @@ class Shadow:
     def _read_in_place(self, frames: list[StoredFrame]) -> None:
         """Gradients are used where they are in the log, unless the optimizer may write into them."""
         assert self._held is not None
-        fused = {
-            name: all(dict(h.items() if isinstance(h, dict) else ()).get("fused") is True for h in o.hyper)
-            for name, o in self._held.state.optimizers.items()
-        }
+        only_reads = {name: _only_reads(optimizer) for name, optimizer in self._held.state.optimizers.items()}
         copies: dict[int, bool] = {}
         for frame in frames:
             in_place = all(
-                fused.get(op.optimizer, False) and op.grad_scale is None for op in frame.ops if isinstance(op, Update)
+                only_reads.get(op.optimizer, False) and op.grad_scale is None for op in frame.ops if isinstance(op, Update)
             )
             copies[id(frame.reader)] = copies.get(id(frame.reader), False) or not in_place
         for frame in frames:
@@ -860,6 +857,14 @@ class Shadow:
     def is_stored(self) -> bool:
         """Whether everything it has is on disk."""
         return not self._unkept and 0 <= self.progress.received == max(self.progress.base, self.progress.durable)
+
+
+def _only_reads(optimizer: OptimizerState) -> bool:
+    """Whether it is known that an optimizer does not write into gradients: fused ones do so only to scale them, and torch's
+    SGD, one tensor at a time, makes new ones."""
+    is_sgd = optimizer.spec.cls == "torch.optim.SGD"
+    groups = [h if isinstance(h, dict) else {} for h in optimizer.hyper]
+    return all(h.get("fused") is True or (is_sgd and "foreach" in h and not h["foreach"]) for h in groups)
 
 
 def _goes_on(before: GenerationDocument | None, now: GenerationDocument) -> bool:

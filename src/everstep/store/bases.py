@@ -40,6 +40,9 @@ _PART = re.compile(r"part-(\d{5})-of-(\d{5})\.json")
 _READ_BYTES = 4 << 20
 _CHUNK_BYTES = 2 << 20
 """What a piece waits for is little more than itself."""
+SMALL_BYTES = 32 << 10
+"""Tensors up to this size are copied together: what Python does for each would take longer than the copy. (It is less than
+a piece of any dtype, and less than torch would use several threads for.)"""
 ALONE_BYTES = 1 << 20
 """So much is read and verified sooner than threads for it are started."""
 _numbers = itertools.count()
@@ -142,6 +145,18 @@ class BaseWriter:
             tuple(sums), slot.strides,
         )  # fmt: skip
         self._next += 1
+
+    def add_together(self, count: int, fill: Callable[[list[torch.Tensor]], None]) -> None:
+        """The next so many tensors of `order`: fill(memory for them, as tensors) is asked to copy them all."""
+        slots = [self._slots[i] for i in self.order[self._next : self._next + count]]
+        tensors = [torch.empty(slot.shape, dtype=slot.dtype) for slot in slots]
+        fill(tensors)
+        for tensor in tensors:
+            self.add(tensor)
+
+    def sums(self) -> list[tuple[int, ...]]:
+        """Of the pieces of each tensor; none of one that has not been added."""
+        return [() if t is None else t.sums for t in self._stored]
 
     def stored(self) -> list[StoredTensor]:
         """What has been added so far."""

@@ -35,9 +35,9 @@ from everstep.format.pool import (
     unpack_header,
     unpack_superblock,
 )
-from everstep.memory import Bytes, dtype_name, dtype_named, plain, view_bytes
+from everstep.memory import Bytes, dtype_name, dtype_named, plain, typed, view_bytes
 from everstep.store import files
-from everstep.store.bases import Slot, piece_sum
+from everstep.store.bases import SMALL_BYTES, Slot, piece_sum
 from everstep.store.medium import MakeMedium, Medium
 
 _SPARE_BYTES, _SPARE_BYTES_A_TENSOR = 256 << 10, 512
@@ -64,15 +64,14 @@ def _place(slots: Sequence[Slot]) -> tuple[tuple[StoredTensor, ...], int]:
 
 def _with_sums(stored: Sequence[StoredTensor], slot_offset: int, header: Header) -> list[StoredTensor]:
     """The tensors of a slot whose data begins there, with the sums that its header has."""
-    sums = iter(header.sums)
-    return [
-        _at(tensor, slot_offset, tuple(itertools.islice(sums, _num_pieces(tensor, dtype_named(tensor.dtype).itemsize))))
-        for tensor in stored
-    ]
-
-
-def _at(t: StoredTensor, slot_offset: int, sums: tuple[int, ...]) -> StoredTensor:
-    return StoredTensor(t.uid, t.role, t.key, t.dtype, t.shape, slot_offset + t.offset, t.num_bytes, sums, t.strides)
+    left = iter(header.sums)
+    found = []
+    for t in stored:
+        sums = tuple(itertools.islice(left, _num_pieces(t, dtype_named(t.dtype).itemsize)))
+        found.append(
+            StoredTensor(t.uid, t.role, t.key, t.dtype, t.shape, slot_offset + t.offset, t.num_bytes, sums, t.strides)
+        )
+    return found
 
 
 def _manifest(name: str, g: Geometry, layout: Layout, header: Header, tensors: Sequence[StoredTensor]) -> Manifest:
@@ -99,6 +98,10 @@ class Pool:
         """The step that each slot holds; None: none that counts."""
         self._newest: int | None = None
         self._writing: int | None = None
+        self._places: dict[int, _Places] = {}
+        """Of slots that have been written."""
+        small_first = sorted(range(len(slots)), key=lambda i: slots[i].num_bytes > SMALL_BYTES)
+        self._order = tuple(small_first)
 
     @classmethod
     def create(
@@ -168,7 +171,10 @@ class Pool:
         except BaseException:
             self._done(None)
             raise
-        return SlotWriter(self, slot, step)
+        places = self._places.get(slot)
+        if places is None:
+            places = self._places[slot] = _Places(self._medium, self._geometry.data_at(slot), self._document, self._slots)
+        return SlotWriter(self, slot, step, places)
 
     def check_still_there(self) -> None:
         """StorageError if its name no longer leads to its file: what is written then, nobody will find."""
@@ -176,6 +182,7 @@ class Pool:
 
     def close(self) -> None:
         """Let go of the file, which stays."""
+        self._places.clear()
         self._medium.close()
 
     def _done(self, step: int | None) -> None:
@@ -187,29 +194,40 @@ class Pool:
             self._writing = None
 
 
+class _Places:
+    """Where the tensors of one slot are: found once, since a pool never changes its layout."""
+
+    def __init__(self, medium: Medium, data_at: int, document: PoolDocument, slots: Sequence[Slot]) -> None:
+        self.at = [(data_at + t.offset, t.num_bytes) for t in document.tensors]
+        """(offset in the file, bytes) of each."""
+        self.memory = [medium.memory(*at) for at in self.at]
+        self.tensors = [typed(m, s.dtype).view(s.shape) for m, s in zip(self.memory, slots, strict=True)]
+        """The same, as dense tensors."""
+
+
 class SlotWriter:
     """One slot being written, in place. Not there at all until finish() returns; whoever gives up calls abandon()."""
 
-    def __init__(self, pool: Pool, slot: int, step: int) -> None:
+    def __init__(self, pool: Pool, slot: int, step: int, places: _Places) -> None:
         """By Pool.begin()."""
         self.step = step
-        self.order = list(range(len(pool._slots)))
-        """Indices into the pool's slots in the order in which add_pieces() wants them: that of the file."""
+        self.order = list(pool._order)
+        """Indices into the pool's slots in the order in which they are wanted: small ones, which leave together, first."""
         self._pool = pool
         self._medium = pool._medium
         self._slot = slot
+        self._places = places
         self._next = 0
         self._sums: list[tuple[int, ...] | None] = [None] * len(self.order)
         self._is_open = True
 
     def memory(self, index: int) -> Bytes:
         """The place of a tensor, to be filled by its owner, who then gives its sums. Any thread."""
-        at, num_bytes = self._at(index)
-        return self._medium.memory(at, num_bytes)
+        return self._places.memory[index]
 
     def set_sums(self, index: int, sums: Sequence[int]) -> None:
         """This tensor has been filled, and these are bases.piece_sums() of what was put there. Any thread."""
-        self._medium.wrote(*self._at(index))
+        self._medium.wrote(*self._places.at[index])
         self._sums[index] = tuple(sums)
 
     def add(self, tensor: torch.Tensor) -> None:
@@ -230,12 +248,19 @@ class SlotWriter:
         self.set_sums(index, sums)
         self._next += 1
 
-    def stored(self) -> list[StoredTensor]:
-        """What has been filled so far."""
-        tensors, slot_offset = self._pool._document.tensors, self._pool._geometry.data_at(self._slot)
-        return [_at(t, slot_offset, sums) for t, sums in zip(tensors, self._sums, strict=True) if sums is not None]
+    def add_together(self, count: int, fill: Callable[[list[torch.Tensor]], None]) -> None:
+        """The next so many tensors of `order`, each of one piece: fill(memory for them, as tensors) copies them all."""
+        indices = self.order[self._next : self._next + count]
+        fill([self._places.tensors[i] for i in indices])
+        for i in indices:
+            self.set_sums(i, (piece_sum(self._places.memory[i], self._pool._slots[i].uid, 0),))
+        self._next += count
 
-    def finish(self, **fields: Any) -> Manifest:
+    def sums(self) -> list[tuple[int, ...]]:
+        """Of the pieces of each tensor; none of one that has not been filled."""
+        return [sums or () for sums in self._sums]
+
+    def finish(self, **fields: Any) -> None:
         """Everything durable, then the header: after this the slot is committed. Fields as those of BaseWriter.finish().
 
         PoolFullError if what they say does not fit into the header's place.
@@ -270,7 +295,6 @@ class SlotWriter:
         self._medium.wrote(at, len(data))
         self._medium.persist(at, len(data))
         self._close(self.step)
-        return _manifest(pool.name, g, usual, header, self.stored())
 
     def abandon(self) -> None:
         """Give up: the slot holds nothing, and is the next to be written."""
@@ -280,11 +304,6 @@ class SlotWriter:
     def _close(self, step: int | None) -> None:
         self._is_open = False
         self._pool._done(step)
-
-    def _at(self, index: int) -> tuple[int, int]:
-        """(offset in the file, bytes) of a tensor."""
-        tensor = self._pool._document.tensors[index]
-        return self._pool._geometry.data_at(self._slot) + tensor.offset, tensor.num_bytes
 
 
 def read_pool(path: str, run: str) -> list[Manifest]:
