@@ -7,7 +7,7 @@ them, as it would from the ranks' files: restore/join.py cuts and joins, whateve
 from __future__ import annotations
 
 import ssl
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from everstep.atoms import Layout
@@ -138,12 +138,15 @@ class ShadowSource(Source):
         return self._offers[rank]
 
     def part(
-        self, rank: int, only: Mapping[int, Ranges] | None, live: Live | None, *, shared: bool = False
+        self, rank: int, only: Mapping[int, Ranges] | None, live: Live | None, *, flat: Set[int] = frozenset()
     ) -> Restored:
         """Of what is wanted all elements: they are in memory."""
         offer = self.offer(rank)
         state = _fetch(offer, None if only is None else set(only))
         return Restored(state, None, offer.proven, dict(offer.fingerprint))
+
+    def piece_elements(self, rank: int, numel: int) -> int:
+        return max(1, numel)
 
     def close(self) -> None:
         """The shadows may go on."""

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from msgspec import structs
 
-from everstep.atoms import Atom, Layout
+from everstep.atoms import Atom, Layout, piece_elements
 from everstep.boxes import Share, filled, slices, whole
 from everstep.errors import CorruptionError, MismatchError, NothingToRestoreError, SetBackWarning, StepNotFoundError
-from everstep.fold import Live, OptimizerState, Ranges, State
+from everstep.fold import ELEMENTWISE, Live, OptimizerState, Ranges, State, Window
 from everstep.format.documents import GenerationDocument
 from everstep.frame import SetLayout
-from everstep.memory import dtype_named, same_bits
+from everstep.memory import dtype_named, own_storage, same_bits
 from everstep.naming import Inventory
 from everstep.restore.apply import same_packed
 from everstep.restore.execute import Restored, layout_finder, open_frames, restore
@@ -231,10 +231,15 @@ class Source:
         return [layout_at(line, self.step) for line in self.era.lines]
 
     def part(
-        self, rank: int, only: Mapping[int, Ranges] | None, live: Live | None, *, shared: bool = False
+        self, rank: int, only: Mapping[int, Ranges] | None, live: Live | None, *, flat: Set[int] = frozenset()
     ) -> Restored:
-        """What one rank had; `only` and `shared` as for restore()."""
-        return restore(self.era.lines[rank], self.step, live=live, only=only, shared=shared)
+        """What one rank had; `only` and `flat` as for restore()."""
+        return restore(self.era.lines[rank], self.step, live=live, only=only, flat=flat)
+
+    def piece_elements(self, rank: int, numel: int) -> int:
+        """How many elements of so many that a rank had come together, if some of them are wanted."""
+        tensors = self.era.lines[rank].plans(self.step)[0].base.tensors
+        return piece_elements(numel, fine=bool(tensors) and tensors[0].fine)
 
     @property
     def layout(self) -> Layout:
@@ -278,7 +283,7 @@ def fetch(
     whole: list[Set[int]] = []
     for r, batch in joiner.batches(near):
         only = {uid: joiner.ranges(uid, r) for uid in batch}
-        part = source.part(r, only, live, shared=world_size > 1 and joiner.is_cut(batch))
+        part = source.part(r, only, live, flat={uid for uid in batch if joiner.is_contiguous(uid, r)})
         joiner.add(r, part.state)
         proven = proven and part.proven
         fingerprint = part.fingerprint
@@ -319,7 +324,12 @@ class _Joiner:
             )
         unread = {uid for uid, reading in self._readings.items() if not reading.cuts}
         self.state = State(source.step, part_of_layout(source.layout, known.keys() - unread), {}, {})
-        self._is_cut = False
+        self._tight: dict[int, bool] = {}
+        """By rank."""
+        self._windows: Mapping[int, Window] = {}
+        """Of the part at hand."""
+        self._keeps = False
+        """Whether that part's memory is taken over."""
         self._givers: dict[tuple[str, int, str], set[int]] = {}
         """Whose parts of optimizer state have been joined: by optimizer, parameter and key."""
 
@@ -330,7 +340,8 @@ class _Joiner:
         """
         alone = [uid for uid, reading in self._readings.items() if not reading.is_mean]
         for r in sorted(range(self._source.world_size), key=lambda r: (r != first, r)):
-            batches = list(self._portions(uid for uid in alone if r in self._readings[uid].cuts))
+            uids = [uid for uid in alone if r in self._readings[uid].cuts]
+            batches = [set(uids)] if uids and self._is_tight(r) else list(self._portions(uids))
             yield from ((r, batch) for batch in (batches or [set()] if r == first else batches))
         for batch in self._portions(uid for uid, reading in self._readings.items() if reading.is_mean):
             for r in range(self._source.world_size):
@@ -339,9 +350,46 @@ class _Joiner:
                     yield r, of_rank
             self._settle(batch)
 
-    def is_cut(self, batch: Iterable[int]) -> bool:
-        """Whether others are likely to want other parts of what these atoms are cut from."""
-        return any(not self._readings[uid].as_it_is for uid in batch)
+    def _is_tight(self, rank: int) -> bool:
+        """Whether hardly more of a rank's memory is read than is wanted, and as it lies there: then it is taken over.
+
+        Optimizers that replay whole parameters have all of those in memory.
+        """
+        if rank not in self._tight:
+            specs = self._source.layouts[rank].optimizers
+            read = taken = 0
+            for uid, reading in self._readings.items():
+                if reading.is_mean or rank not in reading.cuts:
+                    continue
+                numel, itemsize = prod(self._held[uid][rank].size), dtype_named(self._source.atoms[uid].dtype).itemsize
+                piece = self._source.piece_elements(rank, numel)
+                for first, end in self.ranges(uid, rank):
+                    read += (min(-(-end // piece) * piece, numel) - first // piece * piece) * itemsize
+                if reading.as_it_is or self._fills(reading, rank):
+                    taken += prod(reading.size) * itemsize
+            self._tight[rank] = read - taken <= min(taken, BATCH_BYTES) // 4 and all(s.cls in ELEMENTWISE for s in specs)
+        return self._tight[rank]
+
+    def _fills(self, reading: Reading, rank: int) -> bool:
+        """Whether all that is wanted is one cut of this rank."""
+        cuts = reading.cuts[rank]
+        return len(reading.cuts) == len(cuts) == 1 and cuts[0].target.numel == prod(reading.size) and not reading.is_mean
+
+    def is_contiguous(self, uid: int, rank: int) -> bool:
+        """Whether the cuts of a rank's memory of an atom can be had from flat memory."""
+        reading, spans = self._readings[uid], self._spans(uid, rank)
+        cuts = zip(spans, reading.cuts[rank], strict=True)
+        return bool(spans) and not reading.is_mean and all(end - first == cut.source.numel for (first, end), cut in cuts)
+
+    def _spans(self, uid: int, rank: int) -> Ranges:
+        """Of each cut of a rank's memory of an atom the first element and the one after the last."""
+        size = self._held[uid][rank].size
+        steps = [prod(size[dim + 1 :]) for dim in range(len(size))]
+        found = []
+        for cut in self._readings[uid].cuts[rank]:
+            first = sum(o * s for o, s in zip(cut.source.offset, steps, strict=True))
+            found.append((first, first + 1 + sum((n - 1) * s for n, s in zip(cut.source.size, steps, strict=True))))
+        return found
 
     def ranges(self, uid: int, rank: int) -> Ranges:
         """Elements of a rank's memory of an atom that are wanted: of each cut the first to the last.
@@ -353,15 +401,12 @@ class _Joiner:
         num_held = sum(prod(share.size) for share in self._held[uid].values())
         if reading.as_it_is or num_held != self._source.atoms[uid].numel:
             return [(0, prod(size))]
-        steps = [prod(size[dim + 1 :]) for dim in range(len(size))]
-        firsts = [sum(o * s for o, s in zip(cut.source.offset, steps, strict=True)) for cut in reading.cuts[rank]]
-        lasts = [sum((n - 1) * s for n, s in zip(cut.source.size, steps, strict=True)) for cut in reading.cuts[rank]]
-        return [(first, first + last + 1) for first, last in zip(firsts, lasts, strict=True)]
+        return self._spans(uid, rank)
 
     def _portions(self, uids: Iterable[int]) -> Iterator[set[int]]:
         """So that no more than BATCH_BYTES, or one atom, is in memory beside what is wanted."""
         uids = list(uids)
-        is_cut = self.is_cut(uids)
+        is_cut = any(not self._readings[uid].as_it_is for uid in uids)
         batch: set[int] = set()
         size = 0
         for uid in uids:
@@ -386,7 +431,8 @@ class _Joiner:
 
         What is wanted as it is, is taken over; not from among what is cut, whose memory it would keep.
         """
-        self._is_cut = self.is_cut(part.tensors)
+        self._windows = part.windows
+        self._keeps = self._is_tight(rank) or all(self._readings[uid].as_it_is for uid in part.tensors)
         for uid, tensor in part.tensors.items():
             self.state.tensors[uid] = self._put(uid, self.state.tensors.get(uid), tensor, rank)
             if uid in part.carried:  # a rank may have none
@@ -467,16 +513,26 @@ class _Joiner:
             for cut in reading.cuts[rank]:
                 into.total[slices(cut.target)] += tensor[slices(cut.source)]
             return into
+        if self._keeps and uid in self._windows and self._fills(reading, rank):
+            return own_storage(self._sources(uid, tensor, rank)[0].view(reading.size))
         if into is None:
             full = sum(cut.target.numel for cuts in reading.cuts.values() for cut in cuts) == prod(reading.size)
             into = (torch.empty if full and not zeros else torch.zeros)(reading.size, dtype=tensor.dtype)
-        for cut in reading.cuts[rank]:
-            into[slices(cut.target)] = tensor[slices(cut.source)]
+        for cut, source in zip(reading.cuts[rank], self._sources(uid, tensor, rank), strict=True):
+            into[slices(cut.target)] = source
         return into
+
+    def _sources(self, uid: int, tensor: torch.Tensor, rank: int) -> list[torch.Tensor]:
+        """What each cut is taken from."""
+        cuts, window = self._readings[uid].cuts[rank], self._windows.get(uid)
+        if window is None:
+            return [tensor[slices(cut.source)] for cut in cuts]
+        spans = [(first - window.start, end - window.start) for first, end in self._spans(uid, rank)]
+        return [tensor[first:end].view(cut.source.size) for (first, end), cut in zip(spans, cuts, strict=True)]
 
     def _taken(self, value: Any) -> Any:
         """As it is; a copy if there is more in its memory that is not wanted."""
-        return value.clone() if self._is_cut and isinstance(value, torch.Tensor) else value
+        return value.clone() if not self._keeps and isinstance(value, torch.Tensor) else value
 
     def _settle(self, uids: Iterable[int]) -> None:
         """Sums that are complete become means."""

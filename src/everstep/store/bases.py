@@ -27,7 +27,7 @@ import numpy as np
 import torch
 import xxhash
 
-from everstep.atoms import PIECE_ELEMENTS
+from everstep.atoms import PIECE_ELEMENTS, num_pieces, piece_elements
 from everstep.errors import CorruptionError, StorageError
 from everstep.format import documents, parts
 from everstep.format.documents import TRAINER, Manifest, StoredTensor
@@ -55,9 +55,11 @@ def piece_sum(data: Bytes, uid: int, start: int) -> int:
     return xxhash.xxh3_64_intdigest(data, (uid + start) & 0xFFFFFFFFFFFFFFFF)
 
 
-def piece_sums(data: Bytes, uid: int, itemsize: int, first_element: int = 0) -> tuple[int, ...]:
-    """piece_sum of every piece; one for an empty tensor."""
-    step = PIECE_ELEMENTS * itemsize
+def piece_sums(
+    data: Bytes, uid: int, itemsize: int, first_element: int = 0, piece: int = PIECE_ELEMENTS
+) -> tuple[int, ...]:
+    """piece_sum of every piece of `piece` elements; one for an empty tensor."""
+    step = piece * itemsize
     return tuple(
         piece_sum(data[i : i + step], uid, first_element + i // itemsize) for i in range(0, max(len(data), 1), step)
     )
@@ -95,13 +97,42 @@ def part_file(part: Part) -> str:
     return f"part-{part[0]:05d}-of-{part[1]:05d}.safetensors"
 
 
+class _Sums:
+    """piece_sum of every piece of a tensor whose bytes come in parts of any size."""
+
+    def __init__(self, slot: Slot, *, fine: bool) -> None:
+        self._uid = slot.uid
+        self._elements = piece_elements(slot.num_bytes // slot.dtype.itemsize, fine=fine)
+        self._left = self._step = self._elements * slot.dtype.itemsize
+        self._found: list[int] = []
+        self._begin()
+
+    def _begin(self) -> None:
+        self._open = xxhash.xxh3_64(seed=(self._uid + len(self._found) * self._elements) & 0xFFFFFFFFFFFFFFFF)
+        self._left = self._step
+
+    def add(self, data: Bytes) -> None:
+        while len(data):
+            if not self._left:
+                self._found.append(self._open.intdigest())
+                self._begin()
+            part, data = data[: self._left], data[self._left :]
+            self._open.update(part)
+            self._left -= len(part)
+
+    def finish(self) -> tuple[int, ...]:
+        return (*self._found, self._open.intdigest())
+
+
 class BaseWriter:
     """Writes one base. Not there at all until finish() returns; a crash before leaves only litter."""
 
     def __init__(
-        self, bases: str, step: int, slots: Sequence[Slot], *, direct: bool, rank: int = 0, part: Part | None = None
-    ) -> None:
-        """With `part`, one part of a base: others write theirs, into the same folder or elsewhere."""
+        self, bases: str, step: int, slots: Sequence[Slot], *, direct: bool, rank: int = 0, part: Part | None = None,
+        fine: bool = False,
+    ) -> None:  # fmt: skip
+        """With `part`, one part of a base: others write theirs, into the same folder or elsewhere. `fine`: its pieces."""
+        self._fine = fine
         self._name = rank_file(rank) if part is None else part_file(part)
         self.folder = base_folder(bases, step)
         self._part = part
@@ -128,18 +159,19 @@ class BaseWriter:
         self.add_pieces(lambda region, start: np.copyto(region, data[start : start + len(region)]))
 
     def add_pieces(self, fill: Callable[[Bytes, int], None]) -> None:
-        """The next tensor of `order`, piece by piece: fill(memory, first byte) is asked to copy, and touches no disk."""
+        """The next tensor of `order`, 2^19 elements at a time: fill(memory, first byte) is asked to copy, and touches no
+        disk."""
         index = self.order[self._next]
         slot = self._slots[index]
         step = PIECE_ELEMENTS * slot.dtype.itemsize
-        sums = []
+        sums = _Sums(slot, fine=self._fine)
         for i in range(0, max(slot.num_bytes, 1), step):
             region = self._file.reserve(min(step, slot.num_bytes - i))
             fill(region, i)
-            sums.append(piece_sum(region, slot.uid, i // slot.dtype.itemsize))
+            sums.add(region)
         self._stored[index] = StoredTensor(
             slot.uid, slot.role, slot.key, dtype_name(slot.dtype), slot.shape, self._offsets[index], slot.num_bytes,
-            tuple(sums), slot.strides,
+            sums.finish(), slot.strides, fine=self._fine,
         )  # fmt: skip
         self._next += 1
 
@@ -316,9 +348,7 @@ class _Chunk:
             self._begin()
             under_way, self._under_way = self._under_way, None
             if under_way is not None:
-                data = under_way()  # if it fails, whoever comes next begins anew
-                if len(data) and data.ctypes.data != self._memory.ctypes.data:  # a SharedReader's
-                    np.copyto(self._memory[: len(data)], data)
+                under_way()  # if it fails, whoever comes next begins anew
                 self._is_read = True
 
     def _begin(self) -> None:
@@ -335,18 +365,32 @@ class Loading:
     """
 
     def __init__(
-        self, readers: Mapping[int, files.Reader], manifest: Manifest, damaged: Callable[[StoredTensor], Exception]
-    ) -> None:
-        """`readers` of the base's files by rank."""
+        self, readers: Mapping[int, files.Reader], manifest: Manifest, damaged: Callable[[StoredTensor], Exception],
+        windows: Mapping[int, tuple[int, int]] | None = None,
+    ) -> None:  # fmt: skip
+        """`readers` of the base's files by rank. `windows`: the elements of tensors, by their number, that may be needed;
+        None: all."""
         self._readers = readers
         self._damaged = damaged
         self._stored = manifest.tensors
+        self._piece: list[int] = []
+        """By tensor: how many elements a piece has."""
+        self._window: list[range] = []
+        """By tensor: the pieces that have memory."""
+        for index, stored in enumerate(self._stored):
+            numel = stored.num_bytes // dtype_named(stored.dtype).itemsize
+            piece = piece_elements(numel, fine=stored.fine)
+            if len(stored.sums) != num_pieces(numel, fine=stored.fine):
+                raise damaged(stored)
+            start, stop = (0, max(numel, 1)) if windows is None else windows.get(index, (0, 0))
+            self._piece.append(piece)
+            self._window.append(range(start // piece, -(-stop // piece)))
         self._chunks: list[tuple[int, list[_Chunk]]] = [(0, [])] * len(self._stored)
         """By tensor: where it begins in memory that these chunks fill."""
         self._bytes: list[Bytes] = [np.empty(0, np.uint8)] * len(self._stored)
         self._locks = [threading.Lock() for _ in self._stored]
-        self._is_ready = [[False] * len(t.sums) for t in self._stored]
-        """By tensor: each of its pieces."""
+        self._is_ready = [[False] * len(window) for window in self._window]
+        """By tensor: each of the pieces that have memory."""
         order = sorted(range(len(self._stored)), key=lambda i: (self._stored[i].rank, self._stored[i].offset))
         # Parameters and optimizer state in memory of their own: whoever keeps only the ones does not hold the others.
         for _, group in itertools.groupby(order, self._kind):
@@ -355,37 +399,55 @@ class Loading:
             typed(raw, dtype_named(t.dtype)) for raw, t in zip(self._bytes, self._stored, strict=True)
         ]
         """Flat logical elements. Those that lie askew in the file have memory of their own, and are copied there."""
-        for stored, tensor in zip(self._stored, self.tensors, strict=True):
-            if len(stored.sums) != max(1, -(-tensor.numel() // PIECE_ELEMENTS)):
-                raise damaged(stored)
+
+    def origin(self, index: int) -> int:
+        """The element of a tensor that its memory begins with."""
+        return self._window[index].start * self._piece[index]
 
     def _kind(self, index: int) -> tuple[int, bool]:
         return self._stored[index].rank, self._stored[index].role in ("param", "buffer")
 
     def _place(self, indices: list[int]) -> None:
-        origin = self._stored[indices[0]].offset // files.BLOCK * files.BLOCK
-        end = max(self._stored[i].offset + self._stored[i].num_bytes for i in indices)
-        memory = new_pages(-(-(end - origin) // files.BLOCK) * files.BLOCK)
-        reader = self._readers[self._stored[indices[0]].rank]
-        chunks = [_Chunk(reader, origin + at, memory[at : at + _CHUNK_BYTES]) for at in range(0, len(memory), _CHUNK_BYTES)]
+        """Memory for what may be needed of these, in the order of the file: blocks that follow each other there do here."""
+        runs: list[tuple[int, int, list[int]]] = []
         for i in indices:
-            start = self._stored[i].offset - origin
-            stop = start + self._stored[i].num_bytes
-            self._bytes[i] = memory[start:stop]
-            self._chunks[i] = start, chunks
+            first, end = self._in_file(i)
+            first, end = first // files.BLOCK * files.BLOCK, -(-end // files.BLOCK) * files.BLOCK
+            if runs and first <= runs[-1][1]:
+                first, end, together = runs[-1][0], max(end, runs[-1][1]), runs.pop()[2]
+            else:
+                together = []
+            runs.append((first, end, [*together, i]))
+        memory = new_pages(sum(end - first for first, end, _ in runs))
+        reader = self._readers[self._stored[indices[0]].rank]
+        used = 0
+        for origin, end, together in runs:
+            here = memory[used : used + end - origin]
+            used += len(here)
+            chunks = [_Chunk(reader, origin + at, here[at : at + _CHUNK_BYTES]) for at in range(0, len(here), _CHUNK_BYTES)]
+            for i in together:
+                start, stop = (at - origin for at in self._in_file(i))
+                self._bytes[i] = here[start:stop]
+                self._chunks[i] = start, chunks
+
+    def _in_file(self, index: int) -> tuple[int, int]:
+        """The bytes of a tensor's window."""
+        stored, window = self._stored[index], self._window[index]
+        step = self._piece[index] * dtype_named(stored.dtype).itemsize
+        return stored.offset + window.start * step, stored.offset + min(window.stop * step, stored.num_bytes)
 
     def begin(self, index: int, start: int = 0, stop: int | None = None) -> None:
         """Ask for a part that will be needed soon."""
-        for chunk in self._under(index, start // PIECE_ELEMENTS, self._end(index, stop)):
+        for chunk in self._under(index, self._pieces(index, start, stop)):
             chunk.begin()
 
     def need(self, index: int, start: int = 0, stop: int | None = None) -> None:
         """Return when this part has been read and verified."""
         ready = self._is_ready[index]
-        pieces = range(start // PIECE_ELEMENTS, self._end(index, stop))
+        pieces = self._pieces(index, start, stop)
         if all(ready[piece] for piece in pieces):
             return
-        for chunk in self._under(index, pieces.start, pieces.stop):
+        for chunk in self._under(index, pieces):
             chunk.finish()
         with self._locks[index]:
             for piece in pieces:
@@ -393,21 +455,28 @@ class Loading:
                     self._settle(index, piece)
                     ready[piece] = True
 
-    def _end(self, index: int, stop: int | None) -> int:
-        """The piece after the last that has elements before `stop`."""
-        return len(self._is_ready[index]) if stop is None else -(-stop // PIECE_ELEMENTS)
+    def _pieces(self, index: int, start: int, stop: int | None) -> range:
+        """Those that have elements [start, stop), counted from the first that has memory."""
+        window, piece = self._window[index], self._piece[index]
+        if stop is None:
+            return range(len(window))
+        found = range(start // piece - window.start, -(-stop // piece) - window.start)
+        if found and (found.start < 0 or found.stop > len(window)):
+            raise AssertionError("a part of a base is needed that was not asked for")
+        return found
 
-    def _under(self, index: int, start: int, stop: int) -> list[_Chunk]:
+    def _under(self, index: int, pieces: range) -> list[_Chunk]:
         """Under these pieces."""
-        size = self.tensors[index].element_size() * PIECE_ELEMENTS
+        size = self.tensors[index].element_size() * self._piece[index]
         first, chunks = self._chunks[index]
-        end = first + min(stop * size, len(self._bytes[index]))
-        return chunks[(first + start * size) // _CHUNK_BYTES : -(-end // _CHUNK_BYTES)]
+        end = first + min(pieces.stop * size, len(self._bytes[index]))
+        return chunks[(first + pieces.start * size) // _CHUNK_BYTES : -(-end // _CHUNK_BYTES)]
 
     def _settle(self, index: int, piece: int) -> None:
-        stored, raw, step = self._stored[index], self._bytes[index], PIECE_ELEMENTS * self.tensors[index].element_size()
+        stored, raw, step = self._stored[index], self._bytes[index], self._piece[index] * self.tensors[index].element_size()
         part = slice(piece * step, (piece + 1) * step)
-        if piece_sum(raw[part], stored.uid, piece * PIECE_ELEMENTS) != stored.sums[piece]:
+        number = self._window[index].start + piece
+        if piece_sum(raw[part], stored.uid, number * self._piece[index]) != stored.sums[number]:
             raise self._damaged(stored)
         if not is_aligned(raw):
             view_bytes(self.tensors[index])[part] = raw[part]
@@ -427,35 +496,35 @@ class Loading:
 class BaseReader:
     """An open base. Removal by retention does not pull it away."""
 
-    def __init__(self, folder: str, manifest: Manifest, *, shared: bool = False) -> None:
-        """`shared`: other processes of this host read it, too."""
+    def __init__(self, folder: str, manifest: Manifest) -> None:
         self.folder = folder
         self.manifest = manifest
         self._paths = [os.path.join(folder, name) for name in sorted(manifest.files)]
         self._readers: dict[int, files.Reader] = {}
         for number in sorted({t.rank for t in manifest.tensors}):
             try:
-                self._readers[number] = files.reader(self._paths[number], shared=shared)
+                self._readers[number] = files.Reader(self._paths[number], direct=True)
             except FileNotFoundError:
                 self.close()
                 raise CorruptionError(f"{self._paths[number]} is missing, though the base's manifest is there") from None
 
-    def load(self) -> Loading:
-        """Its tensors, to be read straight into their memory when they are needed."""
-        return Loading(self._readers, self.manifest, self._damaged)
+    def load(self, windows: Mapping[int, tuple[int, int]] | None = None) -> Loading:
+        """Its tensors, to be read straight into their memory when they are needed. `windows` as for Loading."""
+        return Loading(self._readers, self.manifest, self._damaged, windows)
 
     def check(self) -> None:
         """Read everything and verify it."""
         scratch = Scratch()
         for stored in self.manifest.tensors:
             itemsize = dtype_named(stored.dtype).itemsize
-            step = _READ_BYTES // (PIECE_ELEMENTS * itemsize) * PIECE_ELEMENTS * itemsize or PIECE_ELEMENTS * itemsize
+            piece = piece_elements(stored.num_bytes // itemsize, fine=stored.fine)
+            step = _READ_BYTES // (piece * itemsize) * piece * itemsize or piece * itemsize
             found: list[int] = []
             for start in range(0, max(stored.num_bytes, 1), step):
                 scratch.reset()
                 wanted = min(step, stored.num_bytes - start)
                 data = self._readers[stored.rank].read_direct(scratch.take(wanted), stored.offset + start, wanted)
-                found += piece_sums(data, stored.uid, itemsize, start // itemsize)
+                found += piece_sums(data, stored.uid, itemsize, start // itemsize, piece)
             if tuple(found) != stored.sums:
                 raise self._damaged(stored)
 

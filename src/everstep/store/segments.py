@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from everstep import codec
+from everstep.atoms import PIECE_ELEMENTS
 from everstep.codec.sparse import kept
 from everstep.errors import CorruptionError, UnreadableError
 from everstep.format import records
@@ -416,6 +417,14 @@ class StoredFrame:
             return self._tensors(wanted, parts, raws, bare)
 
         return get
+
+    def piece_elements(self, ref: TensorRef) -> int:
+        """A record is verified as a whole."""
+        if ref.num_pieces <= 1:
+            return PIECE_ELEMENTS
+        if ref.first >= len(self.headers):
+            raise self._damaged("a reference to a record")
+        return max(1, self.headers[ref.first].count)
 
     def _bare(self, parts: list[list[tuple[int, int, int]]]) -> frozenset[int]:
         """Records with the codec sparse of which all elements are wanted, and for one tensor alone."""
