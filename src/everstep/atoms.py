@@ -11,8 +11,8 @@ from everstep.boxes import Box, Share, filled, whole
 
 PIECE_ELEMENTS = 1 << 19
 """Tensors are stored, checked and replayed in pieces of this many elements (a multiple of 64: see fold.py)."""
-FINE_ELEMENTS = 1 << 16
-"""Fine pieces have at least as many, and less than twice as many."""
+FINE_ELEMENTS = 1 << 17
+"""Fine pieces have less than twice as many."""
 PACK_BELOW_BYTES = 1 << 15
 """Smaller gradients of an update share a record."""
 SMALL_BUFFER_BYTES = 1 << 16
@@ -25,17 +25,12 @@ def piece_elements(numel: int, *, fine: bool) -> int:
     """How many elements a piece of a tensor of `numel` elements has (its last may have fewer): a multiple of 64.
 
     Fine pieces are for what other numbers of ranks may read. They cut a tensor into a power of two of equal parts, as twice
-    as many ranks would, and four times as many.
+    as many ranks would: into two, if it cannot be a small buffer (those are hashed as one), or more.
     """
     if not fine:
         return PIECE_ELEMENTS
-    num_pieces = 1 << max(0, (numel // FINE_ELEMENTS).bit_length() - 1)
+    num_pieces = 1 << max(numel > SMALL_BUFFER_BYTES, (numel // FINE_ELEMENTS).bit_length() - 1)
     return max(1, -(-numel // (64 * num_pieces))) * 64
-
-
-def num_pieces(numel: int, *, fine: bool) -> int:
-    """Of a tensor of `numel` elements: an empty one has one."""
-    return max(1, -(-numel // piece_elements(numel, fine=fine)))
 
 
 def uid_of(*key: str) -> int:
