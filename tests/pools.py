@@ -81,9 +81,9 @@ def commit(pool: Pool, step: int, slots: Sequence[Slot] = SMALL, **others: Any) 
     return next(m for m in read_pool(pool.path, RUN) if m.step == step)
 
 
-def read_back(folder: str, manifest: Manifest, *, shared: bool = False) -> list[Bytes]:
+def read_back(folder: str, manifest: Manifest) -> list[Bytes]:
     """The bytes of every tensor of a slot, each piece verified."""
-    reader = BaseReader(folder, manifest, shared=shared)
+    reader = BaseReader(folder, manifest)
     try:
         reader.check()
         loading = reader.load()
@@ -93,9 +93,9 @@ def read_back(folder: str, manifest: Manifest, *, shared: bool = False) -> list[
         reader.close()
 
 
-def is_of_its_step(folder: str, manifest: Manifest, slots: Sequence[Slot] = SMALL, *, shared: bool = False) -> bool:
+def is_of_its_step(folder: str, manifest: Manifest, slots: Sequence[Slot] = SMALL) -> bool:
     """Whether every tensor of a slot is what was written at its step."""
-    found = read_back(folder, manifest, shared=shared)
+    found = read_back(folder, manifest)
     return all(raw.tobytes() == bytes_of_step(slot, manifest.step) for raw, slot in zip(found, slots, strict=True))
 
 

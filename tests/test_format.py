@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import re
 import shutil
 import struct
@@ -19,9 +20,13 @@ import numpy as np
 import pytest
 import torch
 import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 import everstep
+from everstep import atoms
+from everstep.atoms import Layout
 from support import crash
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -157,6 +162,13 @@ def tensor(frame: dict[str, Any], ref: list[Any]) -> np.ndarray:
     return np.frombuffer(raw[offset : offset + size], kind).reshape(shape)
 
 
+def piece_elements(n: int, fine: bool) -> int:
+    if not fine:
+        return PIECE
+    k = 0 if n <= 1 << 16 else 1 if n < 1 << 18 else math.floor(math.log2(n // (1 << 17)))
+    return max(64, 64 * -(-n // (64 << k)))
+
+
 def unpack(plain: Any, get: Any = None) -> Any:
     """Tagged values. Those that a reader of states needs; containers that differ in type only become list or dict."""
     if isinstance(plain, list):
@@ -189,7 +201,7 @@ class SpecReader:
     def __init__(self, run: Path, timeline: int | None = None) -> None:
         self.run = read_document(run / "run.json")
         assert self.run["format"][0] == 1
-        assert not self.run["incompatible"]
+        assert set(self.run["incompatible"]) <= {"fine-pieces"}
         self.layouts: dict[str, Any] = {}
         generations, bases, segments = {}, [], []
         for folder in sorted((run / "timelines").iterdir()):
@@ -239,9 +251,10 @@ class SpecReader:
             data = (folder / f"rank-{stored.get('rank', 0):05d}.safetensors").read_bytes()
             raw = data[stored["offset"] : stored["offset"] + stored["num_bytes"]]
             kind = np.dtype(DTYPE_NAMES[stored["dtype"]])
-            size = PIECE * kind.itemsize
+            count = piece_elements(len(raw) // kind.itemsize, stored.get("fine", False))
+            size = count * kind.itemsize
             pieces = [raw[i : i + size] for i in range(0, max(len(raw), 1), size)]
-            if [xxh3(p, stored["uid"] + i * PIECE) for i, p in enumerate(pieces)] != stored["sums"]:
+            if [xxh3(p, stored["uid"] + i * count) for i, p in enumerate(pieces)] != stored["sums"]:
                 raise DamagedError(stored["key"])
             tensors.append(np.frombuffer(raw, kind).reshape(stored["shape"]).copy())
         optimizers = {
@@ -307,8 +320,9 @@ class SpecReader:
                         known[xxh3(f"state\0{name}\0{uid:016x}\0{key}".encode()) or 1] = value
         for uid, piece, _, expected in struct.iter_unpack("<QIIQ", footer.get("audit", b"")):
             raw = known[uid].tobytes()
-            size = PIECE * known[uid].itemsize
-            if xxh3(raw[piece * size : (piece + 1) * size], uid + piece * PIECE) != expected:
+            count = piece_elements(known[uid].size, footer.get("fine", False))
+            size = count * known[uid].itemsize
+            if xxh3(raw[piece * size : (piece + 1) * size], uid + piece * count) != expected:
                 raise DamagedError(f"audit of {uid:016x}, piece {piece}")
 
     def named(self, state: dict[str, Any]) -> dict[str, np.ndarray]:
@@ -364,7 +378,7 @@ def check(reader: SpecReader, step: int, expected: dict[str, Any]) -> None:
     assert xxhash.xxh3_64_hexdigest(state["cursor"]["rng"]["torch"].tobytes()) == expected["torch_rng"]
 
 
-@pytest.mark.parametrize("run", ["plain", "forked", "quantized"])
+@pytest.mark.parametrize("run", ["plain", "forked", "quantized", "fine"])
 def test_a_reader_written_from_the_specification_finds_every_bit_of_the_golden_runs(run: str) -> None:
     reader = SpecReader(GOLDEN / run)
     assert reader.steps() == EXPECTED[run]["steps"]
@@ -373,7 +387,7 @@ def test_a_reader_written_from_the_specification_finds_every_bit_of_the_golden_r
         check(reader, int(step), expected)
 
 
-@pytest.mark.parametrize("run", ["plain", "forked", "quantized"])
+@pytest.mark.parametrize("run", ["plain", "forked", "quantized", "fine"])
 def test_this_version_finds_every_bit_of_the_golden_runs(run: str, tmp_path: Path) -> None:
     shutil.copytree(GOLDEN / run, tmp_path / run)
     history = everstep.open(tmp_path / run)
@@ -454,7 +468,7 @@ def test_the_specification_names_every_dtype_tag_operation_record_and_field() ->
 
 
 def test_golden_files_stay_small() -> None:
-    assert sum(f.stat().st_size for f in GOLDEN.rglob("*") if f.is_file()) < 480_000
+    assert sum(f.stat().st_size for f in GOLDEN.rglob("*") if f.is_file()) < 740_000
 
 
 class Growing(nn.Module):
@@ -499,8 +513,17 @@ def test_the_reader_finds_gradients_that_left_early(tmp_path: Path, clips: bool)
         assert {n: v.tobytes() for n, v in found.items()} == {n: v.tobytes() for n, v in expected.items()}, step
 
 
+@given(st.integers(0, 1 << 34), st.booleans())
+def test_pieces_are_those_of_the_specification(numel: int, fine: bool) -> None:
+    assert atoms.piece_elements(numel, fine=fine) == piece_elements(numel, fine)
+
+
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_the_reader_finds_what_was_trained_today(tmp_path: Path, set_to_none: bool) -> None:
+@pytest.mark.parametrize("fine", [True, False])
+def test_the_reader_finds_what_was_trained_today(
+    tmp_path: Path, set_to_none: bool, fine: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Layout, "fine", fine)
     torch.manual_seed(1)
     model = Growing()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)

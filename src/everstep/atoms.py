@@ -11,12 +11,26 @@ from everstep.boxes import Box, Share, filled, whole
 
 PIECE_ELEMENTS = 1 << 19
 """Tensors are stored, checked and replayed in pieces of this many elements (a multiple of 64: see fold.py)."""
+FINE_ELEMENTS = 1 << 17
+"""Fine pieces have less than twice as many."""
 PACK_BELOW_BYTES = 1 << 15
 """Smaller gradients of an update share a record."""
 SMALL_BUFFER_BYTES = 1 << 16
 """Buffers up to this size are recorded together."""
 RESIDUALS = "residuals"
 """The name of the model whose buffers are what gradient compression has left out so far: each rank's own."""
+
+
+def piece_elements(numel: int, *, fine: bool) -> int:
+    """How many elements a piece of a tensor of `numel` elements has (its last may have fewer): a multiple of 64.
+
+    Fine pieces are for what other numbers of ranks may read. They cut a tensor into a power of two of equal parts, as twice
+    as many ranks would: into two, if it cannot be a small buffer (those are hashed as one), or more.
+    """
+    if not fine:
+        return PIECE_ELEMENTS
+    num_pieces = 1 << max(numel > SMALL_BUFFER_BYTES, (numel // FINE_ELEMENTS).bit_length() - 1)
+    return max(1, -(-numel // (64 * num_pieces))) * 64
 
 
 def uid_of(*key: str) -> int:
@@ -108,7 +122,11 @@ class Layout(msgspec.Struct, frozen=True, omit_defaults=True):
     """With several ranks: all atoms that this one holds, as its models have them."""
     groups: tuple[tuple[str, tuple[tuple[int, ...], ...]], ...] = ()
     """With several ranks: all parameters of each optimizer's groups on this one."""
-    piece_elements: int = PIECE_ELEMENTS
+
+    @property
+    def fine(self) -> bool:
+        """Whether what is written under it is cut into fine pieces."""
+        return self.world_size > 1
 
     @property
     def id(self) -> str:

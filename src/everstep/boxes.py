@@ -57,6 +57,14 @@ def slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(o, o + n) for o, n in zip(box.offset, box.size, strict=True))
 
 
+def span(box: Box, size: Sequence[int]) -> tuple[int, int]:
+    """In row-major memory of this size, the first element of a box and the one after its last."""
+    first = last = 0
+    for offset, length, extent in zip(box.offset, box.size, size, strict=True):
+        first, last = first * extent + offset, last * extent + offset + length - 1
+    return first, last + 1
+
+
 class Share(msgspec.Struct, frozen=True, array_like=True):
     """What one process has of a global tensor."""
 

@@ -157,6 +157,8 @@ class Footer(msgspec.Struct, omit_defaults=True):
     wall_time_ns: int = 0
     replicas: bytes = b""
     """AUDIT_DTYPE entries: hashes of pieces of parameters that this rank holds and another one stores."""
+    fine: bool = False
+    """Whether hashes are of fine pieces."""
 
 
 def audit_entries(footer: Footer) -> npt.NDArray[Any]:
@@ -194,4 +196,8 @@ class FrameData(Protocol):
         self, wanted: Sequence[Wanted], scratch: Scratch, *, sparse: bool = False
     ) -> Callable[[], list[torch.Tensor]]:
         """read() that goes on in the background where it can; the same thread calls the result."""
+        ...
+
+    def piece_elements(self, ref: TensorRef) -> int:
+        """How many elements of a dense tensor can be read at a time without reading others along with them."""
         ...

@@ -105,6 +105,12 @@ def typed(raw: Bytes, dtype: torch.dtype) -> torch.Tensor:
     return (tensor if tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone()).view(dtype)
 
 
+def own_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """The same elements of a contiguous tensor in a storage that has no others (uncopied if they are aligned): what is saved
+    of a tensor is its storage."""
+    return typed(view_bytes(tensor), tensor.dtype).view(tensor.shape)
+
+
 def plain(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself if it is a contiguous dense CPU tensor with ordinary bits, else such a copy."""
     tensor = tensor.detach()

@@ -76,7 +76,7 @@ class Stages:
         log = self._log = LogWriter(
             memory or disk, run=opened.run, timeline=timeline, generation=generation, rank=rank,
             fingerprint=destination.fingerprint, chained=memory is None,
-            on_begun=lambda: path.log_has_begun(timeline, generation),
+            on_begun=lambda: path.log_has_begun(timeline, generation), fine=opened.inventory().layout.fine,
         )  # fmt: skip
         compress = opened.training.compress
         capture = Capture(

@@ -29,7 +29,7 @@ from everstep.errors import (
 )
 from everstep.follow import recover
 from everstep.follow.gather import Shadows, ShadowSource, common_step, leave_bases, reaches_all, writes_for
-from everstep.format.documents import RANKS, GenerationDocument, TimelineDocument
+from everstep.format.documents import FINE_PIECES, RANKS, GenerationDocument, TimelineDocument
 from everstep.generation import Resumed, first_timeline, forked_already, next_generation, open_generation
 from everstep.naming import Inventory
 from everstep.opening import Opened
@@ -160,7 +160,7 @@ class Together:
         """By one process: where this generation writes. [timeline, generation, whether it needs bases first]"""
         joint, at, path = found.joint, found.at, self._path
         listing = joint.listing if joint is not None else read_listing(path)
-        path.require(RANKS)
+        path.require(RANKS, FINE_PIECES)
         generation = next_generation(listing)
         if joint is None or at is None:
             timeline = first_timeline(self._opened, listing)

@@ -1,16 +1,15 @@
-"""Write the golden runs of the present format version, what they must lead to, and the hexdump in docs/format.md.
+"""Write the golden runs that are not there, what they must lead to, and the hexdump in docs/format.md.
 
     python tests/data/make_golden.py
 
-Golden files of a format that was released are kept for ever: run this only while a version is being made. What is expected
-comes from the live tensors of the training, not from Everstep.
+Golden files of a format that was released are kept for ever: remove one only while its version is being made. What is
+expected comes from the live tensors of the training, not from Everstep.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 import socket
 import struct
 import sys
@@ -28,10 +27,11 @@ sys.path.insert(0, str(HERE.parent))
 
 import everstep  # noqa: E402
 from everstep.atoms import Atom, Layout  # noqa: E402
-from everstep.format.documents import FORMAT_MAJOR  # noqa: E402
+from everstep.format.documents import FINE_PIECES, FORMAT_MAJOR  # noqa: E402
 from everstep.store.bases import Slot  # noqa: E402
 from everstep.store.medium import Mapped  # noqa: E402
 from everstep.store.pool import Pool  # noqa: E402
+from everstep.store.runs import RunPath  # noqa: E402
 from support import crash  # noqa: E402
 
 VERSION = HERE / f"v{FORMAT_MAJOR}"
@@ -72,9 +72,14 @@ class Notes:
 class Training:
     """SGD whose arithmetic is exact in every step but one rounding, so that any reader gets the same bits."""
 
-    def __init__(self, run: Path, *, wide: bool, compressor: everstep.compress.Quantize | None = None) -> None:
+    def __init__(
+        self, run: Path, *, wide: bool, compressor: everstep.compress.Quantize | None = None, many: int = 0
+    ) -> None:
+        """`many`: elements of one more buffer."""
         torch.manual_seed(7)
         self.model = Model(wide)
+        if many:
+            self.model.register_buffer("many", torch.zeros(many, dtype=torch.uint8))
         small = [self.model.layer.weight, self.model.layer.bias]
         groups: list[dict[str, Any]] = [{"params": small, "momentum": 0.5}]
         if wide:
@@ -183,6 +188,21 @@ def make_quantized(folder: Path) -> dict[str, Any]:
     return {"latest": 2, "steps": [0, 1, 2], "states": states}
 
 
+def make_fine(folder: Path) -> dict[str, Any]:
+    """Fine pieces, as several ranks write them: two of a buffer, which lies in two records at each of its changes."""
+    Layout.fine = True  # type: ignore[assignment,method-assign,misc]
+    training = Training(folder, wide=False, many=65_700)
+    training.run.resume()
+    RunPath(str(folder)).require(FINE_PIECES)
+    states = {"0": training.expected()}
+    for step in (1, 2):
+        training.model.many[[100 * step, 40_000 + step, 65_699]] = step
+        training.step()
+        states[str(step)] = training.expected()
+    crash(training.run)
+    return {"latest": 2, "steps": [0, 1, 2], "states": states}
+
+
 def make_pool(folder: Path) -> None:
     """A pool of two slots that held steps 1 to 3, with step 4 being written when the process died: step 3 is there."""
     w, half = torch.arange(700, dtype=torch.float32), torch.arange(12, dtype=torch.bfloat16).reshape(3, 4)
@@ -263,12 +283,14 @@ def hexdump(segment: Path) -> str:
 def main() -> None:
     socket.gethostname = lambda: "golden"  # type: ignore[assignment]  # nothing of this machine goes into the files
     torch.set_num_threads(1)
-    shutil.rmtree(VERSION, ignore_errors=True)
-    VERSION.mkdir()
-    makers = {"plain": make_plain, "forked": make_forked, "quantized": make_quantized}
-    expected = {name: make(VERSION / name) for name, make in makers.items()}
-    (VERSION / "expected.json").write_text(json.dumps(expected, indent=1) + "\n")
-    make_pool(VERSION / "pool")
+    VERSION.mkdir(exist_ok=True)
+    makers = {"plain": make_plain, "forked": make_forked, "quantized": make_quantized, "fine": make_fine}
+    told = VERSION / "expected.json"
+    expected = json.loads(told.read_text()) if told.exists() else {}
+    expected |= {name: make(VERSION / name) for name, make in makers.items() if not (VERSION / name).exists()}
+    told.write_text(json.dumps(expected, indent=1) + "\n")
+    if not (VERSION / "pool").exists():
+        make_pool(VERSION / "pool")
     for lock in VERSION.glob("*/lock"):
         lock.unlink()
     dump = hexdump(VERSION / "plain/timelines/0001/log/rank-00000/g000001-000000000001.frames")

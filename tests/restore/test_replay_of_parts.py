@@ -16,9 +16,9 @@ from msgspec import structs
 from torch import nn
 
 import everstep
-from everstep.atoms import PIECE_ELEMENTS, Atom
+from everstep.atoms import FINE_ELEMENTS, PIECE_ELEMENTS, SMALL_BUFFER_BYTES, Atom, Layout, piece_elements
 from everstep.boxes import Box
-from everstep.errors import AuditError
+from everstep.errors import AuditError, CorruptionError
 from everstep.fold import State
 from everstep.fold.fused import FusedAdam
 from everstep.memory import same_bits
@@ -38,27 +38,46 @@ def divided(draw: st.DrawFn) -> tuple[int, list[tuple[int, int]]]:
     return numel, list(itertools.pairwise(cuts))
 
 
-@given(divided(), st.sets(st.integers(0, 3)), st.data())
+@given(st.integers(0, 1 << 24), st.booleans())
+def test_fine_pieces_have_a_size_between_bounds(numel: int, fine: bool) -> None:
+    size = piece_elements(numel, fine=fine)
+    assert size % BLOCK_ELEMENTS == 0
+    if fine:
+        assert size <= 2 * FINE_ELEMENTS
+        assert size < numel or numel <= SMALL_BUFFER_BYTES
+
+
+@given(st.integers(1, 1 << 5), st.integers(0, 3))
+def test_ranks_that_are_twice_as_many_or_more_share_no_fine_piece(rows: int, doublings: int) -> None:
+    share = rows * FINE_ELEMENTS
+    assert share % piece_elements(share << doublings, fine=True) == 0
+
+
+@given(divided(), st.sets(st.integers(0, 3)), st.booleans(), st.data())
 def test_blocks_hold_what_is_wanted_and_whole_pieces_where_these_are_asked_for(
-    parts: tuple[int, list[tuple[int, int]]], pieces: set[int], data: st.DataObject
+    parts: tuple[int, list[tuple[int, int]]], pieces: set[int], fine: bool, data: st.DataObject
 ) -> None:
     numel, ranges = parts
+    size = piece_elements(numel, fine=fine)
     wanted = data.draw(st.lists(st.sampled_from(ranges), unique=True))
-    found = blocks(wanted, numel, pieces)
+    found = blocks(wanted, numel, pieces, size)
     assert found
     assert all(stop < start for (_, stop), (start, _) in itertools.pairwise(found))
     assert all(start % BLOCK_ELEMENTS == 0 and (stop % BLOCK_ELEMENTS == 0 or stop == numel) for start, stop in found)
     assert all(any(a <= start and stop <= b for a, b in found) for start, stop in wanted)
     for piece in pieces:
-        if any(start < (piece + 1) * PIECE_ELEMENTS and stop > piece * PIECE_ELEMENTS for start, stop in found):
-            assert has_piece(found, piece, numel)
+        if any(start < (piece + 1) * size and stop > piece * size for start, stop in found):
+            assert has_piece(found, piece, numel, size)
 
 
-@given(divided(), st.integers(0, 2**64 - 1))
-def test_of_readers_that_divide_an_atom_one_checks_each_piece(parts: tuple[int, list[tuple[int, int]]], uid: int) -> None:
+@given(divided(), st.integers(0, 2**64 - 1), st.booleans())
+def test_of_readers_that_divide_an_atom_one_checks_each_piece(
+    parts: tuple[int, list[tuple[int, int]]], uid: int, fine: bool
+) -> None:
     numel, ranges = parts
-    for piece in range(-(-numel // PIECE_ELEMENTS)):
-        assert sum(has_lot([each], uid, piece, numel) for each in ranges) == 1
+    size = piece_elements(numel, fine=fine)
+    for piece in range(-(-numel // size)):
+        assert sum(has_lot([each], uid, piece, numel, size) for each in ranges) == 1
 
 
 class ByNorm(torch.optim.Optimizer):
@@ -133,15 +152,97 @@ def test_parts_of_a_replayed_parameter_have_every_bit(recorded: tuple[Path, dict
     check(*recorded, cuts)
 
 
-def test_parts_of_a_parameter_of_several_pieces_have_every_bit_whoever_replays_which(tmp_path: Path) -> None:
+def adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, 0.01, fused=True)
+
+
+@pytest.mark.parametrize("fine", [False, True])
+def test_parts_of_a_parameter_of_several_pieces_have_every_bit_whoever_replays_which(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fine: bool
+) -> None:
+    monkeypatch.setattr(Layout, "fine", fine)
     rows = int(2.5 * PIECE_ELEMENTS) // COLUMNS
-    recorded = record(tmp_path, lambda params: torch.optim.AdamW(params, 0.01, fused=True), rows)
-    check(*recorded, [0, rows // 3, rows // 2, rows])
+    check(*record(tmp_path, adamw, rows), [0, rows // 3, rows // 2, rows])
 
 
-def test_what_cannot_be_replayed_in_parts_is_replayed_whole_from_all_of_its_values(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fine_first", [False, True])
+def test_frames_of_one_piece_size_go_on_from_a_base_and_frames_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fine_first: bool
+) -> None:
+    rows = 3 * FINE_ELEMENTS // COLUMNS
+    torch.manual_seed(0)
+    model = nn.Linear(COLUMNS, rows)
+    optimizer = adamw(model.parameters())
+    path = tmp_path / "killed-0"
+    for generation, fine in enumerate([fine_first, not fine_first, fine_first]):
+        monkeypatch.setattr(Layout, "fine", fine)
+        with everstep.attach(model, optimizer, path, quiet=True, follower=False) as run:
+            run.resume()
+            model(torch.randn(3, COLUMNS)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            run.commit()
+            run.flush()
+            path = tmp_path / f"killed-{generation + 1}"
+            shutil.copytree(run.path, path)
+    plan = everstep.open(path).plans()[0]
+    frames = execute.open_frames(everstep.open(path)._source("latest", None).era.lines[0], plan)[0]
+    assert plan.base.step == 0 and [f.footer.fine for f in frames] == [fine_first, not fine_first, fine_first]
+    check(path, {"": model.weight.detach().clone(), **optimizer.state[model.weight]}, [0, rows // 3, rows // 2, rows])
+
+
+@pytest.mark.parametrize("rows", [ROWS, 3 * PIECE_ELEMENTS // COLUMNS])
+def test_what_cannot_be_replayed_in_parts_is_replayed_whole_from_all_of_its_values(tmp_path: Path, rows: int) -> None:
     everstep.register(ByNorm)
-    check(*record(tmp_path, ByNorm), [0, 50, ROWS])
+    check(*record(tmp_path, ByNorm, rows), [0, rows // 2, rows])
+
+
+def test_what_is_handed_out_holds_no_more_memory_than_it_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Layout, "fine", True)
+    rows = 8 * FINE_ELEMENTS // 64
+    torch.manual_seed(0)
+    model = nn.Linear(64, rows, bias=False)
+    optimizer = adamw(model.parameters())
+    with everstep.attach(model, optimizer, tmp_path / "run", quiet=True, follower=False) as run:
+        run.resume()
+        model(torch.randn(3, 64)).square().sum().backward()
+        optimizer.step()
+        run.commit()
+    for reader in range(3):
+        found = read(tmp_path / "run", [0, rows // 4, rows // 2, rows], reader)
+        values = found.optimizers["optimizer"].state
+        for tensor in (*found.tensors.values(), *(v for state in values.values() for v in state.values() if v.dim())):
+            assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+            assert tensor.is_contiguous() and tensor.shape[1] == 64
+
+
+@pytest.mark.parametrize("where", ["base", "frame"])
+def test_damage_of_a_fine_piece_is_found_by_the_reader_that_uses_it_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    monkeypatch.setattr(Layout, "fine", True)
+    rows = 5 * FINE_ELEMENTS // COLUMNS // 256 * 256  # four pieces
+    path, _ = record(tmp_path, adamw, rows)
+    plan = everstep.open(path).plans()[0]
+    shutil.rmtree(Path(plan.base_folder).parent / f"{0:012d}")  # else a damaged base is not needed
+    weight = next(t for t in plan.base.tensors if t.role == "param" and len(t.shape) == 2)
+    size = piece_elements(rows * COLUMNS, fine=True)
+    if where == "base":
+        file, at = Path(plan.base_folder) / "rank-00000.safetensors", weight.offset + 4 * (2 * size + 5)
+    else:
+        frame = execute.open_frames(everstep.open(path)._source("latest", None).era.lines[0], plan)[0][0]
+        ordinals = [i for i, h in enumerate(frame.headers) if h.uid == weight.uid and h.start == 2 * size]
+        file, at = Path(frame.entry.path), frame._offsets[ordinals[0]] + 128 + 20
+    data = bytearray(file.read_bytes())
+    data[at] ^= 1
+    file.write_bytes(data)
+    cuts = [0, rows // 2, 3 * rows // 4, rows]
+    read(path, cuts, 0)
+    read(path, cuts, 2)
+    with pytest.raises(CorruptionError) as found:
+        read(path, cuts, 1)
+    assert file.name in str(found.value)
+    assert f"step {plan.base.step if where == 'base' else plan.base.step + 1}" in str(found.value)
 
 
 def test_together_readers_replay_what_they_want_and_each_piece_as_a_whole_once(

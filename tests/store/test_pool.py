@@ -316,8 +316,7 @@ def test_headers_of_another_pool_of_the_same_run_do_not_count(path: Path) -> Non
 # -- a reader beside the writer ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_a_reader_beside_a_writer_gets_one_step_or_an_error(tmp_path: Path, shared: bool) -> None:
+def test_a_reader_beside_a_writer_gets_one_step_or_an_error(tmp_path: Path) -> None:
     pool = create(str(tmp_path), slots=LARGE, num_slots=2)
     commit(pool, 0, LARGE)
     stop, failed = threading.Event(), []
@@ -338,7 +337,7 @@ def test_a_reader_beside_a_writer_gets_one_step_or_an_error(tmp_path: Path, shar
         while min(outcomes.values()) < 3 and not failed:
             found = read_pool(str(tmp_path / "pool"), RUN)
             try:
-                assert is_of_its_step(str(tmp_path), found[-1], LARGE, shared=shared)
+                assert is_of_its_step(str(tmp_path), found[-1], LARGE)
                 outcomes["right"] += 1
             except CorruptionError as e:
                 assert e.in_base

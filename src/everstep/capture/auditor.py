@@ -19,7 +19,6 @@ from collections.abc import Sequence
 import torch
 
 from everstep import background
-from everstep.atoms import PIECE_ELEMENTS
 from everstep.capture.pending import Audit
 from everstep.capture.watch import StateLook, Watched
 
@@ -162,7 +161,7 @@ def hash_replicas(audit: Audit) -> None:
     """Of parameters that other ranks store: what their hashes will be compared with."""
     for w in audit.replica_targets:
         audit.replicas += [
-            (w.uid, low // (PIECE_ELEMENTS * w.itemsize), w.hash_range(low, high)) for _, low, high in w.piece_ranges()
+            (w.uid, low // w.piece_bytes, w.hash_range(low, high)) for _, low, high in w.piece_ranges()
         ]
     audit.replica_targets = []
 
@@ -170,9 +169,9 @@ def hash_replicas(audit: Audit) -> None:
 def _hash_one(audit: Audit, w: Watched, version: int | None = None) -> bool:
     """Add the hashes of one tensor, unless it was changed since it had this version. Returns whether they were added."""
     version = w.tensor._version if version is None else version
-    sums = [(low // w.itemsize, w.hash_range(low, high)) for _, low, high in w.piece_ranges()]
+    sums = [(low // w.piece_bytes, w.hash_range(low, high)) for _, low, high in w.piece_ranges()]
     if w.tensor._version != version:
         return False
-    for start, value in sums:
-        audit.add(w.uid, start // PIECE_ELEMENTS, value)
+    for piece, value in sums:
+        audit.add(w.uid, piece, value)
     return True

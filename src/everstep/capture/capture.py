@@ -346,7 +346,7 @@ class Capture(Recorder):
         self.wants_base = ""
         self.snapshot = Snapshot(
             d.bases, self.step, live, fields, direct=d.direct, audit=self._expected(), on_done=on_done,
-            may_finish=self.may_finish_base, rank=d.rank,
+            may_finish=self.may_finish_base, rank=d.rank, fine=self._inventory.layout.fine,
         )  # fmt: skip
         return self.snapshot
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from everstep import tree
-from everstep.atoms import PACK_BELOW_BYTES, PIECE_ELEMENTS, Layout
+from everstep.atoms import PACK_BELOW_BYTES, Layout, piece_elements
 from everstep.capture.pending import (
     Item,
     PendingCarry,
@@ -70,7 +70,7 @@ class Encoder:
         """Without codecs."""
         self._coefficients = Coefficients()
         self.sent = SentEarly(log, self._write, ledger, self._coefficients)
-        self._reuse = Reuse(self._record, ledger, self._coefficients)
+        self._reuse = Reuse(self._record, ledger, self._coefficients, fine=log.fine)
         self._write_layout = write_layout
 
     def begin_frame(self) -> None:
@@ -190,7 +190,7 @@ class Encoder:
     def tensor(self, uid: int, tensor: torch.Tensor) -> TensorRef:
         """Write a dense tensor in pieces."""
         raw = _bytes_of(tensor)
-        size = PIECE_ELEMENTS * tensor.element_size()
+        size = piece_elements(tensor.numel(), fine=self._log.fine) * tensor.element_size()
         first = -1
         count = 0
         for start in range(0, max(len(raw), 1), size):

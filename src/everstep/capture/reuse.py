@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from everstep import codec
-from everstep.atoms import PIECE_ELEMENTS
+from everstep.atoms import piece_elements
 from everstep.capture.scaling import Coefficients
 from everstep.capture.sent import Ledger
 from everstep.errors import CodecError
@@ -39,11 +39,12 @@ class Reuse:
 
     def __init__(
         self, write: Callable[[int, torch.dtype, int, int, int, int, list[Bytes]], int], ledger: Ledger,
-        coefficients: Coefficients,
+        coefficients: Coefficients, *, fine: bool = False,
     ) -> None:  # fmt: skip
         """`write`: (uid, dtype, start, bytes it decodes to, codec, its version, payload) into a record; gives its number."""
         self._write = write
         self._ledger = ledger
+        self._fine = fine
         self._coefficients = coefficients
 
     def gradient(self, uid: int, grad: torch.Tensor, raw: Bytes, payload: Payload) -> Gradient | None:
@@ -52,7 +53,8 @@ class Reuse:
         if payload.dtype != dtype or payload.numel != grad.numel():
             self._ledger.reused_void_bytes += len(raw)
             return None
-        size = PIECE_ELEMENTS * dtype.itemsize
+        count = piece_elements(grad.numel(), fine=self._fine)
+        size = count * dtype.itemsize
         pieces = [
             _Encoded(*payload.piece(at // dtype.itemsize, min(at + size, len(raw)) // dtype.itemsize), raw[at : at + size])
             for at in range(0, len(raw), size)
@@ -70,7 +72,7 @@ class Reuse:
         first = -1
         for i, piece in enumerate(pieces):
             ordinal = self._write(
-                uid, dtype, i * PIECE_ELEMENTS, len(piece.consumed), piece.codec, piece.version, piece.parts
+                uid, dtype, i * count, len(piece.consumed), piece.codec, piece.version, piece.parts
             )
             first = ordinal if first < 0 else first
         self._ledger.reused_bytes += len(raw)

@@ -17,7 +17,7 @@ import torch
 import xxhash
 
 from everstep import codec
-from everstep.atoms import PIECE_ELEMENTS
+from everstep.atoms import piece_elements
 from everstep.capture.scaling import Coefficients
 from everstep.frame import Gradient, ScaledGradient, TensorRef
 from everstep.memory import CODE_BY_DTYPE, Bytes, strides_of, view_bytes
@@ -100,7 +100,7 @@ class SentEarly:
         at = storage.data_ptr() + grad.storage_offset() * itemsize
         if raw.ctypes.data != at or len(raw) != math.prod(shape) * itemsize:
             return
-        size = PIECE_ELEMENTS * itemsize
+        size = piece_elements(math.prod(shape), fine=self._log.fine) * itemsize
         pieces: list[_Part] = []
         for start in range(0, len(raw), size):
             piece = self._write(uid, raw[start : start + size], grad.dtype, start // itemsize)
@@ -153,7 +153,7 @@ class SentEarly:
         ref = sent.ref
         if (CODE_BY_DTYPE[grad.dtype], tuple(grad.shape)) != (ref.dtype, ref.shape) or strides_of(grad) is not None:
             return None
-        size = PIECE_ELEMENTS * grad.element_size()
+        size = piece_elements(grad.numel(), fine=self._log.fine) * grad.element_size()
         parts = [raw[start : start + size] for start in range(0, len(raw), size)]
         if all(self._is_same(ordinal, sum_, part) for (ordinal, sum_, _), part in zip(sent.pieces, parts, strict=True)):
             return Gradient(uid, ref)

@@ -27,15 +27,15 @@ class Snapshot:
     def __init__(
         self, bases: str, step: int, live: Described, fields: Callable[[], dict[str, Any]], *, direct: bool, rank: int = 0,
         audit: Audit | None = None, on_done: Callable[[Snapshot], None], may_finish: Callable[[int], bool],
-        look_twice: bool = False,
+        look_twice: bool = False, fine: bool = False,
     ) -> None:  # fmt: skip
-        """`look_twice`: no audit will tell whether what was copied is what was committed."""
+        """`look_twice`: no audit will tell whether what was copied is what was committed. `fine`: its pieces are."""
         self.step = step
         self.error: BaseException | None = None
         self.manifest: Manifest | None = None
         self._leaving = Leaving(live, Room())
         self._args = (bases, step, live.slots)
-        self._direct, self._rank = direct, rank
+        self._direct, self._rank, self._fine = direct, rank, fine
         self._fields = fields
         self._audit = audit
         self._look_twice = look_twice
@@ -59,7 +59,7 @@ class Snapshot:
     def _run(self) -> None:
         writer: BaseWriter | None = None
         try:
-            writer = BaseWriter(*self._args, direct=self._direct, rank=self._rank)
+            writer = BaseWriter(*self._args, direct=self._direct, rank=self._rank, fine=self._fine)
             self._leaving.carry(writer)
             if self._look_twice and not self.torn:
                 self._leaving.second_look(writer.sums(), self.step)

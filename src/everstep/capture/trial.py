@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from everstep import rng, sharding, tree
-from everstep.atoms import Layout, OptimizerSpec
+from everstep.atoms import PIECE_ELEMENTS, Layout, OptimizerSpec
 from everstep.capture.pending import PendingUpdate
 from everstep.fold import Folder, OptimizerState, State, class_name
 from everstep.frame import Gradient, Op, SparseRef, TensorRef, Update, Wanted
@@ -47,6 +47,9 @@ class _MemoryFrame:
         self, wanted: Sequence[Wanted], scratch: Scratch, *, sparse: bool = False
     ) -> Callable[[], list[torch.Tensor]]:
         return lambda: self.read(wanted, scratch)
+
+    def piece_elements(self, ref: TensorRef) -> int:
+        return PIECE_ELEMENTS
 
 
 class Trial:

@@ -24,7 +24,7 @@ import torch
 from torch.optim import Optimizer
 
 from everstep import sharding, tree
-from everstep.atoms import PIECE_ELEMENTS, RESIDUALS, SMALL_BUFFER_BYTES, state_uid
+from everstep.atoms import RESIDUALS, SMALL_BUFFER_BYTES, piece_elements, state_uid
 from everstep.capture.pending import Item, PendingState, PendingTensor, PendingTensors
 from everstep.memory import Bytes, plain, view_bytes
 from everstep.naming import Inventory
@@ -88,10 +88,13 @@ def _moved(versions: list[int], delta: list[int], num_updates: int) -> list[int]
 class Watched:
     """One dense tensor whose bytes can be hashed."""
 
-    __slots__ = ("alias", "data", "itemsize", "label", "owner", "tensor", "uid", "volatile")
+    __slots__ = ("alias", "data", "fine", "itemsize", "label", "owner", "piece_bytes", "tensor", "uid", "volatile")
 
-    def __init__(self, uid: int, tensor: torch.Tensor, label: str, owner: tuple[str, int, str] | None) -> None:
+    def __init__(
+        self, uid: int, tensor: torch.Tensor, label: str, owner: tuple[str, int, str] | None, fine: bool = False
+    ) -> None:
         self.uid = uid
+        self.fine = fine
         self.label = label
         self.owner = owner
         """(optimizer, parameter uid, state name) for optimizer state."""
@@ -103,6 +106,7 @@ class Watched:
         self.alias = tensor.detach()
         """Keeps the memory alive while other threads hash it, whatever happens to the tensor."""
         self.itemsize = tensor.element_size()
+        self.piece_bytes = piece_elements(tensor.numel(), fine=self.fine) * self.itemsize
         ordinary = tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
         self.data: Bytes | None = view_bytes(self.alias) if ordinary else None
 
@@ -111,12 +115,12 @@ class Watched:
 
     def piece_ranges(self) -> list[tuple[Watched, int, int]]:
         """(self, first byte, end byte) of each piece."""
-        size = PIECE_ELEMENTS * self.itemsize
+        size = self.piece_bytes
         total = self.alias.numel() * self.itemsize
         return [(self, low, min(low + size, total)) for low in range(0, total, size)]
 
     def is_piece(self, low: int, high: int) -> bool:
-        size = PIECE_ELEMENTS * self.itemsize
+        size = self.piece_bytes
         return low % size == 0 and high == min(low + size, self.alias.numel() * self.itemsize)
 
     def hash_range(self, low: int, high: int) -> int:
@@ -169,6 +173,7 @@ class Watch:
         self._calm = False
         labels = inventory.labels()
         roles = {a.uid: a.role for a in inventory.layout.atoms}
+        fine = inventory.layout.fine
         self._inventory = inventory
         self._params: list[Watched] = []
         self._large: list[Watched] = []
@@ -178,14 +183,14 @@ class Watch:
             if uid in residuals:
                 continue  # they change at every step; when they are stored, their compressor says (see Capture)
             if roles[uid] == "param":
-                self._params.append(Watched(uid, tensor, labels[uid], None))
+                self._params.append(Watched(uid, tensor, labels[uid], None, fine))
             elif tensor.numel() * tensor.element_size() > SMALL_BUFFER_BYTES or not tensor.is_contiguous():
-                self._large.append(Watched(uid, tensor, labels[uid], None))
+                self._large.append(Watched(uid, tensor, labels[uid], None, fine))
             else:
                 small.setdefault(tensor.dtype, []).append((uid, tensor))
         for w in (*self._params, *self._large):
             w.volatile = w.uid in self._volatile
-        self._replicas = [Watched(uid, t, str(uid), None) for uid, t in inventory.replicas.items()]
+        self._replicas = [Watched(uid, t, str(uid), None, fine) for uid, t in inventory.replicas.items()]
         self._tensors = self._params + self._large
         self._everything = None
         self._by_uid = {w.uid: w for w in self._tensors}
@@ -223,7 +228,8 @@ class Watch:
             for key, value in values.items():
                 if isinstance(value, torch.Tensor) and value.layout is torch.strided and isinstance(key, str):
                     uid = state_uid(name, param, key)
-                    w = Watched(uid, sharding.local(value), f"{name}: {key} of {labels[param]}", (name, param, key))
+                    label, owner = f"{name}: {key} of {labels[param]}", (name, param, key)
+                    w = Watched(uid, sharding.local(value), label, owner, self._inventory.layout.fine)
                     w.volatile = uid in self._volatile
                     found.append(w)
         return found
@@ -637,7 +643,7 @@ class Watch:
     def slice_sums(self) -> list[tuple[int, int, int]]:
         """(uid, piece, hash) of whole pieces, as they hold right after a check."""
         return [
-            (w.uid, low // (PIECE_ELEMENTS * w.itemsize), value)
+            (w.uid, low // w.piece_bytes, value)
             for w, low, high, value, _ in self._slice
             if (self._whole_slice or w.volatile) and w.is_piece(low, high)
         ]

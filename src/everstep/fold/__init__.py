@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any
 
 import torch
@@ -21,14 +21,15 @@ import torch
 from everstep import tree
 from everstep.atoms import Layout, OptimizerSpec
 from everstep.fold.apply import assign, unhooked_step
-from everstep.fold.cut import LARGE_UNIT_ELEMENTS, UNIT_ELEMENTS, TilePlan
-from everstep.fold.state import Live, OptimizerState, Ranges, State, class_name, find_class, register
+from everstep.fold.cut import ELEMENTWISE, LARGE_UNIT_ELEMENTS, UNIT_ELEMENTS, TilePlan
+from everstep.fold.state import Live, OptimizerState, Ranges, State, Window, class_name, find_class, register
 from everstep.fold.tiles import Source, Unit, run_units
 from everstep.fold.whole import Whole
 from everstep.frame import FrameData, Op, SetGroups, SetLayout, SetState, SetTensor
 
 __all__ = [
-    "Folder", "Live", "OptimizerState", "Ranges", "State", "class_name", "find_class", "register", "unhooked_step",
+    "ELEMENTWISE", "Folder", "Live", "OptimizerState", "Ranges", "State", "Window",
+    "class_name", "find_class", "register", "unhooked_step",
 ]  # fmt: skip
 
 _NOT_COPIED = frozenset(
@@ -76,6 +77,13 @@ class Folder:
     def is_one_row(self, state: State, frames: Sequence[FrameData]) -> bool:
         """Whether all of these are folded at once: only then may some elements of a parameter be left out."""
         return not _shares_params(state) and all(_is_simple(state, frame.ops) for frame in frames)
+
+    def cut(self, state: State, frames: Sequence[FrameData]) -> Set[int]:
+        """Atoms that these frames, if they are one row, change by tiles alone: of others every element counts.
+
+        The state need not have its values, and its groups are not good for anything else afterwards.
+        """
+        return TilePlan(state, frames).cut(state.tensors.keys())
 
     def _build(
         self, spec: OptimizerSpec, groups: list[dict[str, Any]], state: dict[torch.Tensor, dict[str, Any]]

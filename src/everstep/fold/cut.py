@@ -7,7 +7,7 @@ loop and foreach variants, optimizers that are not element-wise, sparse gradient
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,6 +63,8 @@ class TilePlan:
         unpacked = {name: [tree.unpack(h) for h in o.hyper] for name, o in state.optimizers.items()}
         variants: dict[str, set[tuple[Any, ...]]] = defaultdict(set)
         self._not_tileable: set[int] = set()
+        self._piece: dict[int, int] = {}
+        """By parameter: a tile should not have a part of a record."""
         for index, frame in enumerate(self.frames):
             consumed: dict[int, Gradient] = {}
             for op in frame.ops:
@@ -83,6 +85,8 @@ class TilePlan:
                     for g in op.grads:
                         if g.sparse is not None or (g.dense is not None and g.dense.strides is not None):
                             self._not_tileable.add(g.uid)
+                        elif g.dense is not None and g.uid not in self._piece:
+                            self._piece[g.uid] = frame.piece_elements(g.dense)
                 elif isinstance(op, SetTensor):
                     self._last_tensor[op.uid] = (index, op.ref)
                 elif isinstance(op, SetGrad):
@@ -115,8 +119,9 @@ class TilePlan:
                     self.whole.setdefault(name, []).append(Tile(uid, 0, tensor.numel(), index, True))
                     continue
                 tiles = found[tensor.numel() * tensor.element_size() < PACK_BELOW_BYTES]
+                piece = self._piece.get(uid, PIECE_ELEMENTS)
                 for first, end in state.needed.get(uid, ((0, tensor.numel()),)):
-                    starts = [first, *range((first // PIECE_ELEMENTS + 1) * PIECE_ELEMENTS, end, PIECE_ELEMENTS)]
+                    starts = [first, *range((first // piece + 1) * piece, end, piece)]
                     for start, stop in zip(starts, [*starts[1:], end], strict=True):
                         tiles.append(Tile(uid, start, stop, index, False))
         return found
@@ -134,6 +139,12 @@ class TilePlan:
             if value.dim() and (value.shape != tensor.shape or not value.is_contiguous()):
                 return False
         return True
+
+    def cut(self, uids: Set[int]) -> Set[int]:
+        """Those of these atoms that are changed by tiles alone, or not at all."""
+        whole = {tile.uid for tiles in self.whole.values() for tile in tiles}
+        carried = {uid for uid, (_, kind, _, _) in self._last_carry.items() if kind not in ("none", "lost")}
+        return uids - whole - carried - (self._last_tensor.keys() - self.in_units)
 
     def finish(self, state: State) -> None:
         """Tensors that no update touched: only their last value counts. Then carried gradients."""

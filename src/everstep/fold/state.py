@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -13,6 +13,15 @@ from everstep.errors import CorruptionError, ReplayError
 
 Ranges = Sequence[tuple[int, int]]
 """Elements [start, stop) of a tensor, each once, in order."""
+
+
+class Window(NamedTuple):
+    """What of a parameter is in memory. Its tensor is flat; elements are counted from the parameter's first everywhere."""
+
+    start: int
+    """The element that the memory begins with."""
+    numel: int
+    """Of the whole parameter, as its rank held it."""
 
 
 @dataclass
@@ -66,10 +75,16 @@ class State:
     """Only some of the layout's atoms are here, with their optimizer state. Frames that are folded hold no others."""
     needed: Mapping[int, Ranges] = field(default_factory=dict)
     """By parameter: elements (flat, cut at multiples of 64) that somebody wants. Others need not get their values."""
+    windows: Mapping[int, Window] = field(default_factory=dict)
+    """Parameters that have, with all of their optimizer state that is cut with them, no memory for others than those."""
 
     def here(self, uids: tuple[int, ...]) -> tuple[int, ...]:
         """Those of a group's parameters that are in this state: all, unless it is a part."""
         return tuple(uid for uid in uids if uid in self.tensors) if self.is_part else uids
+
+    def first(self, uid: int) -> int:
+        """The element that a parameter's memory begins with."""
+        return self.windows[uid].start if uid in self.windows else 0
 
     def begin(self, tensor: torch.Tensor, start: int = 0, stop: int | None = None) -> None:
         """Ask for what of this tensor of the state will be needed soon. Any thread."""

@@ -128,6 +128,10 @@ class Unit:
             if isinstance(value, torch.Tensor):
                 yield value
 
+    def _in_memory(self, tile: Tile) -> slice:
+        first = self._state.first(tile.uid)
+        return slice(tile.start - first, tile.stop - first)
+
     def run(self, plan: TilePlan, source: Source) -> None:
         """`source` gives what reads() asks for."""
         self._start()
@@ -157,7 +161,8 @@ class Unit:
             for tensor in () if self._state.loading is None else self._tensors(tile):
                 self._state.need(tensor, *_part(tile, tensor))
             tensor = self._state.tensors[tile.uid].detach()
-            p = tensor if tile.whole else tensor.view(-1)[tile.start : tile.stop]
+            here = self._in_memory(tile)
+            p = tensor if tile.whole else tensor.view(-1)[here]
             views: dict[str, Any] = {}
             old = optimizer_state.state.get(tile.uid)
             if old is not None:
@@ -167,7 +172,7 @@ class Unit:
                     elif value.dim() == 0:
                         views[key] = value.clone()
                     else:
-                        views[key] = value.view(-1)[tile.start : tile.stop]
+                        views[key] = value.view(-1)[here]
                 state[p] = dict(views)
             self._views.append(views)
             self._params.append(p)
@@ -232,7 +237,7 @@ class Unit:
                 elif value is not views.get(key):
                     if key not in whole:
                         whole[key] = torch.empty(tensor.shape, dtype=value.dtype)
-                    whole[key].view(-1)[tile.start : tile.stop].copy_(value)
+                    whole[key].view(-1)[self._in_memory(tile)].copy_(value)
             for key in [k for k in whole if k not in new]:
                 del whole[key]
 

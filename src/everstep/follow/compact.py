@@ -110,7 +110,8 @@ class Held:
             raise CorruptionError(f"generation {self.generation} has been superseded by {newest}: nothing was written")
         slots, tensors, fields = describe(state)
         writer = BaseWriter(
-            self._path.bases(self.timeline), state.step, slots, direct=direct, rank=self._path.rank, part=self.part
+            self._path.bases(self.timeline), state.step, slots, direct=direct, rank=self._path.rank, part=self.part,
+            fine=state.layout.fine,
         )
         try:
             for index in writer.order:

@@ -7,7 +7,7 @@ them, as it would from the ranks' files: restore/join.py cuts and joins, whateve
 from __future__ import annotations
 
 import ssl
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from everstep.atoms import Layout
@@ -19,7 +19,7 @@ from everstep.follow.compact import Held
 from everstep.follow.fetch import NUM_STREAMS, Generations, find_all, layout_at, standing
 from everstep.follow.recover import Offer
 from everstep.format.documents import GenerationDocument
-from everstep.restore.execute import Restored
+from everstep.restore.execute import Place, Restored
 from everstep.restore.join import Era, Source
 from everstep.store import files
 from everstep.store.runs import RunPath
@@ -138,12 +138,19 @@ class ShadowSource(Source):
         return self._offers[rank]
 
     def part(
-        self, rank: int, only: Mapping[int, Ranges] | None, live: Live | None, *, shared: bool = False
-    ) -> Restored:
+        self, rank: int, only: Mapping[int, Ranges] | None, live: Live | None, *, flat: Set[int] = frozenset(),
+        place: Place | None = None,
+    ) -> Restored:  # fmt: skip
         """Of what is wanted all elements: they are in memory."""
         offer = self.offer(rank)
         state = _fetch(offer, None if only is None else set(only))
         return Restored(state, None, offer.proven, dict(offer.fingerprint))
+
+    def is_fine(self, rank: int) -> bool | None:
+        return None
+
+    def cursor(self, rank: int) -> bytes:
+        return self.part(rank, {}, None).state.cursor
 
     def close(self) -> None:
         """The shadows may go on."""

@@ -19,10 +19,12 @@ _HEAD = b'{"xxh3":"'
 _MIDDLE = b'","body":'
 _START = len(_HEAD) + 16 + len(_MIDDLE)
 
-FORMAT_MAJOR, FORMAT_MINOR = 1, 0
+FORMAT_MAJOR, FORMAT_MINOR = 1, 1
 RANKS = "ranks"
 """Feature of a run that several ranks have written: who knows only rank 0's files would take a part for the whole."""
-KNOWN = frozenset((RANKS,))
+FINE_PIECES = "fine-pieces"
+"""Feature of a run with checksums of fine pieces: who knows only those of 2^19 elements would take it for damaged."""
+KNOWN = frozenset((RANKS, FINE_PIECES))
 
 
 class RunDocument(msgspec.Struct):
@@ -115,6 +117,8 @@ class StoredTensor(msgspec.Struct, omit_defaults=True):
     """xxh3 of each piece, seeded with (uid + first element)."""
     strides: tuple[int, ...] | None = None
     rank: int = 0
+    fine: bool = False
+    """Whether `sums` are of fine pieces."""
 
 
 class StoredOptimizer(msgspec.Struct):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,13 +19,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from everstep import tree
-from everstep.atoms import PIECE_ELEMENTS, Layout, state_uid
+from everstep.atoms import Layout, piece_elements, state_uid
 from everstep.errors import AuditError, CorruptionError, MismatchError, UnprovenWarning
 from everstep.fingerprint import differences, fingerprint
-from everstep.fold import Folder, Live, OptimizerState, Ranges, State
-from everstep.format.documents import Manifest
+from everstep.fold import Folder, Live, OptimizerState, Ranges, State, Window
+from everstep.format.documents import Manifest, StoredTensor
 from everstep.frame import Footer, SetGroups, SetLayout, audit_entries
-from everstep.memory import plain, view_bytes, with_strides
+from everstep.memory import dtype_named, plain, view_bytes, with_strides
 from everstep.naming import UNDECLARED, Declared
 from everstep.restore import parts
 from everstep.restore.apply import check_fits
@@ -35,6 +35,8 @@ from everstep.store import bases, files
 from everstep.store.segments import StoredFrame
 
 Progress = Callable[[str, int, int], None]
+Place = Callable[[int, str, str, torch.dtype], torch.Tensor | None]
+"""(parameter, optimizer, name of state; both empty for the parameter itself; dtype): flat memory for all of it."""
 
 
 @dataclass
@@ -55,18 +57,20 @@ class Restored:
 
 def restore(
     line: Line, step: int, *, live: Live | None = None, num_workers: int | None = None,
-    progress: Progress | None = None, only: Mapping[int, Ranges] | None = None, shared: bool = False,
+    progress: Progress | None = None, only: Mapping[int, Ranges] | None = None, flat: Set[int] = frozenset(),
+    place: Place | None = None,
 ) -> Restored:  # fmt: skip
     """S(step), every bit verified, from the cheapest plan that is not damaged.
 
     `only`: of parameters and buffers these alone, with what optimizers know of them; nothing else is read. Of each of them
-    only these elements are wanted: others may have any value. `shared`: other processes of this host read the same files.
+    only these elements are wanted: others may have any value. Those in `flat` may come as State.windows, and where all of
+    them is wanted in memory that `place` gives.
     """
     failures: list[CorruptionError] = []
     for plan in line.plans(step):
         try:
             with no_gc():
-                return _execute(line, plan, live, num_workers or os.cpu_count() or 1, progress, only, shared)
+                return _execute(line, plan, live, num_workers or os.cpu_count() or 1, progress, only, flat, place)
         except CorruptionError as e:
             failures.append(e)
     raise _with_alternatives(line, failures[0])
@@ -119,11 +123,11 @@ def check_before_replay(
 
 def _execute(
     line: Line, plan: Plan, live: Live | None, num_workers: int, progress: Progress | None,
-    only: Mapping[int, Ranges] | None, shared: bool,
+    only: Mapping[int, Ranges] | None, flat: Set[int], place: Place | None,
 ) -> Restored:  # fmt: skip
     if plan.num_bytes <= bases.ALONE_BYTES:
         num_workers = 1
-    stored, readers = open_frames(line, plan, shared=shared)
+    stored, readers = open_frames(line, plan)
     frames: Sequence[StoredFrame | PartFrame] = stored
     find_layout = layout_finder(line)
     if only is not None:
@@ -131,14 +135,15 @@ def _execute(
         find_layout = parts.part_finder(find_layout, only.keys())
     state: State | None = None
     try:
-        state = begin_base(plan, num_workers, None if only is None else only.keys(), shared=shared)
         told = None if progress is None else (lambda done, total: progress("replay", done, total))
         rows = [
             (Folder(find_layout=find_layout, live=live, num_threads=n, num_workers=num_workers, progress=told), list(row))
             for n, row in groupby(frames, lambda f: num_threads(line, f))
         ]
-        if only is not None and len(rows) <= 1 and all(folder.is_one_row(state, row) for folder, row in rows):
-            state.needed = _needed(state, only, frames[-1].footer if frames else None)
+        if only is None:
+            state = begin_base(plan, num_workers)
+        else:
+            state = _begin_part(plan, num_workers, rows, only, flat, place)
         for folder, row in rows:
             folder.fold(state, row)
         state.need_all()
@@ -158,6 +163,67 @@ def _execute(
             reader.close()
 
 
+_Rows = Sequence[tuple[Folder, list[StoredFrame | PartFrame]]]
+
+
+def _begin_part(
+    plan: Plan, num_workers: int, rows: _Rows, only: Mapping[int, Ranges], flat: Set[int], place: Place | None
+) -> State:
+    """S(base step) as far as these elements of these atoms stand on it; the caller closes it.
+
+    Of those in `flat` only what is needed has memory, if they are replayed by tiles alone.
+    """
+    tensors = [_without_memory(t) for t in plan.base.tensors]
+    shell = state_of(plan.base, tensors)
+    parts.keep(shell, only.keys())
+    index_of = {id(t): i for i, t in enumerate(tensors)}
+    spans = {index_of[id(t)]: (0, t.numel()) for t in parts.tensors_of(shell) if id(t) in index_of}
+    needed: dict[int, Ranges] = {}
+    windows: dict[int, list[int]] = {}
+    into: dict[int, torch.Tensor] = {}
+    if len(rows) <= 1 and all(folder.is_one_row(shell, row) for folder, row in rows):
+        can_cut = rows[0][0].cut(shell, rows[0][1]) if rows else shell.tensors.keys()
+        needed = _needed(shell, {u: r for u, r in only.items() if u in can_cut}, rows[0][1][-1].footer if rows else None)
+        for uid in (flat & needed.keys()) - shell.carried.keys():
+            cut = _cut_with(shell, uid)
+            if all(t.is_contiguous() for t in cut):
+                windows[uid] = [index_of[id(t)] for t in cut if id(t) in index_of]
+                spans.update(dict.fromkeys(windows[uid], (needed[uid][0][0], needed[uid][-1][1])))
+                if place is not None and needed[uid] == [(0, cut[0].numel())]:
+                    into.update(_placed(shell, uid, index_of, place))
+    state = begin_base(plan, num_workers, spans, {index for indices in windows.values() for index in indices}, into)
+    parts.keep(state, only.keys())
+    state.needed = needed
+    assert isinstance(state.loading, _Loading)
+    state.windows = {
+        uid: Window(state.loading.origin(state.tensors[uid]), shell.tensors[uid].numel()) for uid in windows
+    }
+    return state
+
+
+def _placed(shell: State, uid: int, index_of: Mapping[int, int], place: Place) -> Iterator[tuple[int, torch.Tensor]]:
+    """Tensors by their number, and memory for them that somebody has."""
+    tensor = shell.tensors[uid]
+    states = [(o, key, v) for o, each in shell.optimizers.items() for key, v in each.state.get(uid, {}).items()]
+    for optimizer, key, value in (("", "", tensor), *states):
+        if isinstance(value, torch.Tensor) and value.shape == tensor.shape and id(value) in index_of:
+            memory = place(uid, optimizer, key, value.dtype)
+            if memory is not None:
+                yield index_of[id(value)], memory
+
+
+def _without_memory(stored: StoredTensor) -> torch.Tensor:
+    strides = stored.strides or torch.empty(stored.shape, device="meta").stride()
+    return torch.empty_strided(stored.shape, strides, dtype=dtype_named(stored.dtype), device="meta")
+
+
+def _cut_with(state: State, uid: int) -> list[torch.Tensor]:
+    """A parameter and what of its optimizer state is cut as it is."""
+    tensor = state.tensors[uid]
+    values = [v for o in state.optimizers.values() for v in o.state.get(uid, {}).values()]
+    return [tensor, *(v for v in values if isinstance(v, torch.Tensor) and v.shape == tensor.shape)]
+
+
 def _needed(state: State, only: Mapping[int, Ranges], footer: Footer | None) -> dict[int, Ranges]:
     """What must be replayed for the elements that are wanted: blocks that can be cut out, and all of some pieces.
 
@@ -175,13 +241,15 @@ def _needed(state: State, only: Mapping[int, Ranges], footer: Footer | None) -> 
         tensor = state.tensors.get(uid)
         if tensor is None:
             continue
+        numel = tensor.numel()
+        size = piece_elements(numel, fine=footer is not None and footer.fine)
         pieces = set(hashed.get(uid, ()))
         for name in state.optimizers:
             pieces.update(*(hashed.get(state_uid(name, uid, key), ()) for key in keys[name]))
             if not keys[name] and footer is not None:  # what it will have after the first update is not known yet
-                pieces.update(range(-(-tensor.numel() // PIECE_ELEMENTS)))
-        mine = {piece for piece in pieces if parts.has_lot(ranges, uid, piece, tensor.numel())}
-        found[uid] = parts.blocks(ranges, tensor.numel(), mine)
+                pieces.update(range(-(-numel // size)))
+        mine = {piece for piece in pieces if parts.has_lot(ranges, uid, piece, numel, size)}
+        found[uid] = parts.blocks(ranges, numel, mine, size)
     return found
 
 
@@ -199,13 +267,13 @@ def num_threads(line: Line, frame: StoredFrame | PartFrame) -> int:
     return 1 if header is None else int(header.fingerprint.get("num_threads", 1))
 
 
-def open_frames(line: Line, plan: Plan, *, shared: bool = False) -> tuple[list[StoredFrame], list[files.Reader]]:
+def open_frames(line: Line, plan: Plan) -> tuple[list[StoredFrame], list[files.Reader]]:
     """All planned files are opened first, so that retention cannot pull them away. The caller closes the readers."""
     readers: dict[str, files.Reader] = {}
     try:
         for entry in plan.frames:
             if entry.path not in readers:
-                readers[entry.path] = files.reader(entry.path, shared=shared)
+                readers[entry.path] = files.Reader(entry.path, direct=True)
         frames = [StoredFrame(e, readers[e.path], line.segments[e.path].seed) for e in plan.frames]
         check_chain(frames)
     except FileNotFoundError as e:
@@ -242,25 +310,33 @@ def load_base(plan: Plan, num_workers: int) -> State:
     return state
 
 
-def begin_base(plan: Plan, num_workers: int, only: Set[int] | None = None, *, shared: bool = False) -> State:
-    """S(base step) whose tensors get their values when they are needed. The caller closes it."""
-    reader = bases.BaseReader(plan.base_folder, plan.base, shared=shared)
-    loading = reader.load()
-    tensors = []
+def begin_base(
+    plan: Plan, num_workers: int, spans: Mapping[int, tuple[int, int]] | None = None, flat: Set[int] = frozenset(),
+    into: Mapping[int, torch.Tensor] | None = None,
+) -> State:  # fmt: skip
+    """S(base step) whose tensors get their values when they are needed. The caller closes it.
+
+    `spans`: of tensors, by their number, elements that may be needed; others have no memory. None: all of all. Those in
+    `flat` are flat, and begin where their memory does: that in `into` for some.
+    """
+    reader = bases.BaseReader(plan.base_folder, plan.base)
+    tensors: list[torch.Tensor] = []
     try:
-        for index, (stored, flat) in enumerate(zip(plan.base.tensors, loading.tensors, strict=True)):
-            if stored.strides is not None:
-                loading.need(index)  # it is copied here
-            tensors.append(with_strides(flat, stored.shape, stored.strides))
+        loading = reader.load(spans, into)
+        for index, (stored, found) in enumerate(zip(plan.base.tensors, loading.tensors, strict=True)):
+            if spans is not None and index not in spans:
+                tensors.append(_without_memory(stored))
+            elif index in flat:
+                tensors.append(found)
+            else:
+                if stored.strides is not None:
+                    loading.need(index)  # it is copied here
+                tensors.append(with_strides(found, stored.shape, stored.strides))
         state = state_of(plan.base, tensors)
     except BaseException:
         reader.close()
         raise
-    index_of = {id(t): i for i, t in enumerate(tensors)}
-    if only is not None:
-        parts.keep(state, only)
-        held = {id(t) for t in parts.tensors_of(state)}
-        index_of = {i: index for i, index in index_of.items() if i in held}
+    index_of = {id(t): i for i, t in enumerate(tensors) if spans is None or i in spans}
     state.loading = _Loading(reader, loading, index_of, num_workers, state)
     return state
 
@@ -278,10 +354,14 @@ class _Loading:
         self._state = state
         self._uid_of: dict[int, int] = {}
         """Of the parameter that a tensor is, or is cut with."""
-        for uid, tensor in state.tensors.items():
-            for each in (tensor, *(v for o in state.optimizers.values() for v in o.state.get(uid, {}).values())):
-                if isinstance(each, torch.Tensor) and each.shape == tensor.shape and id(each) in index_of:
+        for uid in state.tensors:
+            for each in _cut_with(state, uid):
+                if id(each) in index_of:
                     self._uid_of[index_of[id(each)]] = uid
+
+    def origin(self, tensor: torch.Tensor) -> int:
+        """Which element of it a tensor's memory begins with."""
+        return self._loading.origin(self._index_of[id(tensor)])
 
     def begin(self, tensor: torch.Tensor, start: int = 0, stop: int | None = None) -> None:
         index = self._index_of.get(id(tensor))
@@ -327,21 +407,36 @@ def state_of(manifest: Manifest, tensors: list[torch.Tensor]) -> State:
     )  # fmt: skip
 
 
-def audited_tensors(state: State) -> dict[int, tuple[str, torch.Tensor, Ranges | None]]:
-    """Every dense tensor of a state that frames carry hashes of: uid -> (label, tensor, what of it has its values)."""
-    found = {
-        atom.uid: (atom.label(), state.tensors[atom.uid], state.needed.get(atom.uid))
-        for atom in state.layout.atoms
-        if atom.uid in state.tensors
-    }
+class Audited(NamedTuple):
+    """A dense tensor of a state that frames may carry hashes of."""
+
+    label: str
+    tensor: torch.Tensor
+    known: Ranges | None
+    """What of it has its values; None: all."""
+    window: Window
+
+
+def audited_tensors(state: State) -> dict[int, Audited]:
+    """By uid, all that there are."""
+    found: dict[int, Audited] = {}
+
+    def add(uid: int, label: str, tensor: torch.Tensor, param: int | None) -> None:
+        known = None if param is None else state.needed.get(param)
+        window = Window(0, tensor.numel()) if param is None else state.windows.get(param, Window(0, tensor.numel()))
+        found[uid] = Audited(label, tensor, known, window)
+
+    for atom in state.layout.atoms:
+        if atom.uid in state.tensors:
+            add(atom.uid, atom.label(), state.tensors[atom.uid], atom.uid)
     names = {atom.uid: atom.name for atom in state.layout.atoms}
     for name, optimizer in state.optimizers.items():
         for uid, values in optimizer.state.items():
             for key, value in values.items():
                 if isinstance(value, torch.Tensor) and not value.is_sparse:
                     is_cut = uid in state.tensors and value.shape == state.tensors[uid].shape
-                    known = state.needed.get(uid) if is_cut else None
-                    found[state_uid(name, uid, key)] = (f"{name}: {key} of {names.get(uid, uid)}", value, known)
+                    label = f"{name}: {key} of {names.get(uid, uid)}"
+                    add(state_uid(name, uid, key), label, value, uid if is_cut else None)
     return found
 
 
@@ -363,14 +458,16 @@ def audit(state: State, footer: Footer, num_workers: int = 1, *, is_part: bool =
     def check(uid: int) -> str | None:
         if uid not in known:
             return f"(tensor {uid:016x}, which the replayed state does not have)"
-        label, tensor, ranges = known[uid]
+        label, tensor, ranges, window = known[uid]
         dense = plain(tensor)
-        data, size = view_bytes(dense), PIECE_ELEMENTS * dense.element_size()
+        data, itemsize = view_bytes(dense), dense.element_size()
+        size = piece_elements(window.numel, fine=footer.fine)
         for piece, expected in by_uid[uid]:
-            if ranges is not None and not parts.has_piece(ranges, piece, dense.numel()):
+            if ranges is not None and not parts.has_piece(ranges, piece, window.numel, size):
                 continue
-            part = data[piece * size : (piece + 1) * size]
-            if bases.piece_sum(part, uid, piece * PIECE_ELEMENTS) != expected:
+            first = piece * size
+            part = data[(first - window.start) * itemsize : (first + size - window.start) * itemsize]
+            if bases.piece_sum(part, uid, first) != expected:
                 return label
         return None
 
@@ -386,7 +483,7 @@ def not_audited(state: State, footer: Footer) -> list[str]:
         return []
     there = set(audit_entries(footer)["uid"].tolist())
     known = audited_tensors(state)
-    return [found[0] for uid, found in known.items() if uid not in there and found[1].numel()]
+    return [found.label for uid, found in known.items() if uid not in there and found.tensor.numel()]
 
 
 def _whole_steps(plan: Plan, frames: Sequence[StoredFrame]) -> set[int]:

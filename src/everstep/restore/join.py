@@ -8,28 +8,31 @@ A timeline has one layout. Where a run went on under another, a timeline begins 
 
 from __future__ import annotations
 
+import functools
+import itertools
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
 import torch
 from msgspec import structs
 
-from everstep.atoms import Atom, Layout
-from everstep.boxes import Share, filled, slices, whole
+from everstep.atoms import Atom, Layout, piece_elements
+from everstep.boxes import Share, filled, slices, span, whole
 from everstep.errors import CorruptionError, MismatchError, NothingToRestoreError, SetBackWarning, StepNotFoundError
-from everstep.fold import Live, OptimizerState, Ranges, State
+from everstep.fold import ELEMENTWISE, Live, OptimizerState, Ranges, State, Window
 from everstep.format.documents import GenerationDocument
 from everstep.frame import SetLayout
-from everstep.memory import dtype_named, same_bits
+from everstep.memory import dtype_named, is_aligned, own_storage, same_bits, view_bytes
 from everstep.naming import Inventory
 from everstep.restore.apply import same_packed
-from everstep.restore.execute import Restored, layout_finder, open_frames, restore
+from everstep.restore.execute import Place, Restored, layout_finder, open_frames, restore
 from everstep.restore.parts import part_of_layout
 from everstep.restore.plan import Line, describe_steps, line_of, line_to
 from everstep.restore.reshard import Reader, Reading, plan_atom
+from everstep.store.bases import cursor_of
 from everstep.store.pools import read_pools
 from everstep.store.runs import Listing, RunPath, read_listing
 
@@ -231,10 +234,28 @@ class Source:
         return [layout_at(line, self.step) for line in self.era.lines]
 
     def part(
-        self, rank: int, only: Mapping[int, Ranges] | None, live: Live | None, *, shared: bool = False
-    ) -> Restored:
-        """What one rank had; `only` and `shared` as for restore()."""
-        return restore(self.era.lines[rank], self.step, live=live, only=only, shared=shared)
+        self, rank: int, only: Mapping[int, Ranges] | None, live: Live | None, *, flat: Set[int] = frozenset(),
+        place: Place | None = None,
+    ) -> Restored:  # fmt: skip
+        """What one rank had; `only`, `flat` and `place` as for restore()."""
+        return restore(self.era.lines[rank], self.step, live=live, only=only, flat=flat, place=place)
+
+    def is_fine(self, rank: int) -> bool | None:
+        """Whether a rank's part is read in fine pieces; None: not in pieces at all."""
+        return any(t.fine for t in self.era.lines[rank].plans(self.step)[0].base.tensors)
+
+    def cursor(self, rank: int) -> bytes:
+        """The encoded cursor that a rank had."""
+        line = self.era.lines[rank]
+        plan = line.plans(self.step)[0]
+        if not plan.frames:
+            return cursor_of(plan.base)
+        (frame,), readers = open_frames(line, replace(plan, frames=plan.frames[-1:]))
+        try:
+            return frame.cursor()
+        finally:
+            for reader in readers:
+                reader.close()
 
     @property
     def layout(self) -> Layout:
@@ -276,9 +297,10 @@ def fetch(
     proven, fingerprint = True, {}
     unproven: list[str] = []
     whole: list[Set[int]] = []
-    for r, batch in joiner.batches(near):
+    for r, batch in itertools.chain(joiner.batches(near), [] if joiner.reads_any else [(near, set())]):
         only = {uid: joiner.ranges(uid, r) for uid in batch}
-        part = source.part(r, only, live, shared=world_size > 1 and joiner.is_cut(batch))
+        flat = {uid for uid in batch if joiner.is_contiguous(uid, r)}
+        part = source.part(r, only, live, flat=flat, place=functools.partial(joiner.place, r))
         joiner.add(r, part.state)
         proven = proven and part.proven
         fingerprint = part.fingerprint
@@ -287,6 +309,7 @@ def fetch(
         if r == near:
             joiner.state.cursor = part.state.cursor
         del part  # before the next one is restored
+    joiner.state.cursor = joiner.state.cursor or source.cursor(near)
     return Restored(joiner.finish(), None, proven, fingerprint, unproven, frozenset.intersection(*map(frozenset, whole)))
 
 
@@ -319,19 +342,27 @@ class _Joiner:
             )
         unread = {uid for uid, reading in self._readings.items() if not reading.cuts}
         self.state = State(source.step, part_of_layout(source.layout, known.keys() - unread), {}, {})
-        self._is_cut = False
+        self._known_spans: dict[tuple[int, int], Ranges] = {}
+        self._placed: dict[tuple[int, str, str], torch.Tensor] = {}
+        """What parts are read straight into: by parameter, optimizer and key."""
+        self._tight: dict[int, bool] = {}
+        """By rank."""
+        self._windows: Mapping[int, Window] = {}
+        """Of the part at hand."""
+        self._keeps = False
+        """Whether that part's memory is taken over."""
         self._givers: dict[tuple[str, int, str], set[int]] = {}
         """Whose parts of optimizer state have been joined: by optimizer, parameter and key."""
 
     def batches(self, first: int) -> Iterator[tuple[int, Set[int]]]:
-        """Ranks, and what is needed of each, in portions where memory is not taken over. At least one of the `first` rank.
+        """Ranks, the `first` one first, and what is needed of each, in portions where memory is not taken over.
 
         Portions of what is averaged are read from all their ranks one after the other, and settled before the next.
         """
         alone = [uid for uid, reading in self._readings.items() if not reading.is_mean]
         for r in sorted(range(self._source.world_size), key=lambda r: (r != first, r)):
-            batches = list(self._portions(uid for uid in alone if r in self._readings[uid].cuts))
-            yield from ((r, batch) for batch in (batches or [set()] if r == first else batches))
+            uids = [uid for uid in alone if r in self._readings[uid].cuts]
+            yield from ((r, batch) for batch in ([set(uids)] if uids and self._is_tight(r) else self._portions(uids)))
         for batch in self._portions(uid for uid, reading in self._readings.items() if reading.is_mean):
             for r in range(self._source.world_size):
                 of_rank = {uid for uid in batch if r in self._readings[uid].cuts}
@@ -339,9 +370,71 @@ class _Joiner:
                     yield r, of_rank
             self._settle(batch)
 
-    def is_cut(self, batch: Iterable[int]) -> bool:
-        """Whether others are likely to want other parts of what these atoms are cut from."""
-        return any(not self._readings[uid].as_it_is for uid in batch)
+    @property
+    def reads_any(self) -> bool:
+        """Whether there is anything to be read."""
+        return any(reading.cuts for reading in self._readings.values())
+
+    def _is_tight(self, rank: int) -> bool:
+        """Whether hardly more of a rank's memory is read than is wanted, and as it lies there: then it is taken over.
+
+        Optimizers that replay whole parameters have all of those in memory.
+        """
+        if rank not in self._tight:
+            fine, specs = self._source.is_fine(rank), self._source.layouts[rank].optimizers
+            read = taken = 0
+            for uid, reading in self._readings.items():
+                if reading.is_mean or rank not in reading.cuts or self._place_of(uid, rank) is not None:
+                    continue
+                numel, itemsize = prod(self._held[uid][rank].size), dtype_named(self._source.atoms[uid].dtype).itemsize
+                piece = max(1, numel) if fine is None else piece_elements(numel, fine=fine)
+                for first, end in self.ranges(uid, rank):
+                    read += (min(-(-end // piece) * piece, numel) - first // piece * piece) * itemsize
+                if reading.as_it_is or self._fills(reading, rank):
+                    taken += prod(reading.size) * itemsize
+            self._tight[rank] = read - taken <= min(taken, BATCH_BYTES) // 4 and all(s.cls in ELEMENTWISE for s in specs)
+        return self._tight[rank]
+
+    def _fills(self, reading: Reading, rank: int) -> bool:
+        """Whether all that is wanted is one cut of this rank."""
+        cuts = reading.cuts[rank]
+        return len(reading.cuts) == len(cuts) == 1 and cuts[0].target.numel == prod(reading.size) and not reading.is_mean
+
+    def _place_of(self, uid: int, rank: int) -> tuple[int, int] | None:
+        """The elements of what is wanted of an atom that all of a rank's memory of it becomes, if they follow each other."""
+        reading = self._readings[uid]
+        cuts = reading.cuts[rank]
+        full = sum(cut.target.numel for each in reading.cuts.values() for cut in each) == prod(reading.size)
+        if len(cuts) != 1 or not full or reading.is_mean or cuts[0].source.numel != prod(self._held[uid][rank].size):
+            return None
+        first, end = span(cuts[0].target, reading.size)
+        return (first, end) if end - first == cuts[0].target.numel else None
+
+    def place(self, rank: int, uid: int, optimizer: str, key: str, dtype: torch.dtype) -> torch.Tensor | None:
+        """Flat memory in what is wanted for what a rank had of an atom or its optimizer state (an execute.Place)."""
+        at = self._place_of(uid, rank)
+        if at is None or (key and self._stateful is not None and uid not in self._stateful):
+            return None
+        into = self._placed.get((uid, optimizer, key))
+        if into is None:
+            into = self._placed[uid, optimizer, key] = torch.empty(self._readings[uid].size, dtype=dtype)
+        memory = into.view(-1)[slice(*at)]
+        return memory if into.dtype == dtype and is_aligned(view_bytes(memory)) else None
+
+    def is_contiguous(self, uid: int, rank: int) -> bool:
+        """Whether the cuts of a rank's memory of an atom can be had from flat memory."""
+        reading, spans = self._readings[uid], self._spans(uid, rank)
+        cuts = zip(spans, reading.cuts[rank], strict=True)
+        return bool(spans) and not reading.is_mean and all(end - first == cut.source.numel for (first, end), cut in cuts)
+
+    def _spans(self, uid: int, rank: int) -> Ranges:
+        """Of each cut of a rank's memory of an atom the first element and the one after the last."""
+        known = self._known_spans.get((uid, rank))
+        if known is not None:
+            return known
+        found = [span(cut.source, self._held[uid][rank].size) for cut in self._readings[uid].cuts[rank]]
+        self._known_spans[uid, rank] = found
+        return found
 
     def ranges(self, uid: int, rank: int) -> Ranges:
         """Elements of a rank's memory of an atom that are wanted: of each cut the first to the last.
@@ -353,15 +446,12 @@ class _Joiner:
         num_held = sum(prod(share.size) for share in self._held[uid].values())
         if reading.as_it_is or num_held != self._source.atoms[uid].numel:
             return [(0, prod(size))]
-        steps = [prod(size[dim + 1 :]) for dim in range(len(size))]
-        firsts = [sum(o * s for o, s in zip(cut.source.offset, steps, strict=True)) for cut in reading.cuts[rank]]
-        lasts = [sum((n - 1) * s for n, s in zip(cut.source.size, steps, strict=True)) for cut in reading.cuts[rank]]
-        return [(first, first + last + 1) for first, last in zip(firsts, lasts, strict=True)]
+        return self._spans(uid, rank)
 
     def _portions(self, uids: Iterable[int]) -> Iterator[set[int]]:
         """So that no more than BATCH_BYTES, or one atom, is in memory beside what is wanted."""
         uids = list(uids)
-        is_cut = self.is_cut(uids)
+        is_cut = any(not self._readings[uid].as_it_is for uid in uids)
         batch: set[int] = set()
         size = 0
         for uid in uids:
@@ -386,9 +476,11 @@ class _Joiner:
 
         What is wanted as it is, is taken over; not from among what is cut, whose memory it would keep.
         """
-        self._is_cut = self.is_cut(part.tensors)
+        self._windows = part.windows
+        self._keeps = self._is_tight(rank) or all(self._readings[uid].as_it_is for uid in part.tensors)
         for uid, tensor in part.tensors.items():
-            self.state.tensors[uid] = self._put(uid, self.state.tensors.get(uid), tensor, rank)
+            into = self.state.tensors.get(uid, self._placed.get((uid, "", "")))
+            self.state.tensors[uid] = self._put(uid, into, tensor, rank)
             if uid in part.carried:  # a rank may have none
                 self.state.carried[uid] = self._put(uid, self.state.carried.get(uid), part.carried[uid], rank, zeros=True)
         self.state.lost |= part.lost
@@ -409,7 +501,7 @@ class _Joiner:
             elif self._readings[uid].as_it_is:
                 ours.state[uid] = {key: self._taken(value) for key, value in values.items()}
             else:
-                ours.state[uid] = self._join_state(uid, ours.state.get(uid, {}), values, part.tensors[uid], rank)
+                ours.state[uid] = self._join_state(name, uid, ours.state.get(uid, {}), values, part.tensors[uid], rank)
                 for key in values:
                     self._givers.setdefault((name, uid, key), set()).add(rank)
 
@@ -435,12 +527,12 @@ class _Joiner:
         ours.params[at] = (*ours.params[at], *(u for u in params if u not in ours.params[at]))
 
     def _join_state(
-        self, uid: int, before: dict[str, Any], values: dict[str, Any], param: torch.Tensor, rank: int
+        self, name: str, uid: int, before: dict[str, Any], values: dict[str, Any], param: torch.Tensor, rank: int
     ) -> dict[str, Any]:
         out = dict(before)
         for key, value in values.items():
             if isinstance(value, torch.Tensor) and value.dim() and value.shape == param.shape:
-                out[key] = self._put(uid, out.get(key), value, rank)
+                out[key] = self._put(uid, out.get(key, self._placed.get((uid, name, key))), value, rank)
             elif isinstance(value, torch.Tensor) and value.numel() > 1:
                 raise MismatchError(
                     f"{self._source.atoms[uid].label()}: its optimizer state {key!r}, {tuple(value.shape)}, "
@@ -467,16 +559,28 @@ class _Joiner:
             for cut in reading.cuts[rank]:
                 into.total[slices(cut.target)] += tensor[slices(cut.source)]
             return into
+        if self._keeps and uid in self._windows and self._fills(reading, rank):
+            return own_storage(self._sources(uid, tensor, rank)[0].view(reading.size))
         if into is None:
             full = sum(cut.target.numel for cuts in reading.cuts.values() for cut in cuts) == prod(reading.size)
             into = (torch.empty if full and not zeros else torch.zeros)(reading.size, dtype=tensor.dtype)
-        for cut in reading.cuts[rank]:
-            into[slices(cut.target)] = tensor[slices(cut.source)]
+        for cut, source in zip(reading.cuts[rank], self._sources(uid, tensor, rank), strict=True):
+            target = into[slices(cut.target)]
+            if target.data_ptr() != source.data_ptr():  # else it was read straight into its place
+                target.copy_(source)
         return into
+
+    def _sources(self, uid: int, tensor: torch.Tensor, rank: int) -> list[torch.Tensor]:
+        """What each cut is taken from."""
+        cuts, window = self._readings[uid].cuts[rank], self._windows.get(uid)
+        if window is None:
+            return [tensor[slices(cut.source)] for cut in cuts]
+        spans = [(first - window.start, end - window.start) for first, end in self._spans(uid, rank)]
+        return [tensor[first:end].view(cut.source.size) for (first, end), cut in zip(spans, cuts, strict=True)]
 
     def _taken(self, value: Any) -> Any:
         """As it is; a copy if there is more in its memory that is not wanted."""
-        return value.clone() if self._is_cut and isinstance(value, torch.Tensor) else value
+        return value.clone() if not self._keeps and isinstance(value, torch.Tensor) else value
 
     def _settle(self, uids: Iterable[int]) -> None:
         """Sums that are complete become means."""

@@ -11,7 +11,7 @@ from msgspec import structs
 
 from everstep.atoms import PIECE_ELEMENTS, Layout
 from everstep.fold import Ranges, State
-from everstep.frame import Carry, Footer, Op, SetGrad, SetGroups, SetState, SetTensor, Update, Wanted
+from everstep.frame import Carry, Footer, Op, SetGrad, SetGroups, SetState, SetTensor, TensorRef, Update, Wanted
 from everstep.memory import Scratch
 from everstep.store.segments import FrameEntry, StoredFrame
 
@@ -82,8 +82,11 @@ class PartFrame:
     ) -> Callable[[], list[torch.Tensor]]:
         return self.frame.begin(wanted, scratch, sparse=sparse)
 
+    def piece_elements(self, ref: TensorRef) -> int:
+        return self.frame.piece_elements(ref)
 
-def blocks(ranges: Ranges, numel: int, pieces: Set[int] = frozenset()) -> Ranges:
+
+def blocks(ranges: Ranges, numel: int, pieces: Set[int] = frozenset(), size: int = PIECE_ELEMENTS) -> Ranges:
     """What of a parameter of `numel` elements is replayed so that those in `ranges` are right: in order, each once.
 
     Cuts are at multiples of 64, where every bit stays as it is in the whole. Of `pieces` that have any of it, all.
@@ -92,25 +95,25 @@ def blocks(ranges: Ranges, numel: int, pieces: Set[int] = frozenset()) -> Ranges
     found: list[tuple[int, int]] = []
     for first, end in sorted(ranges) or [(0, min(1, numel))]:
         start, stop = first // BLOCK_ELEMENTS * BLOCK_ELEMENTS, -(-end // BLOCK_ELEMENTS) * BLOCK_ELEMENTS
-        if start // PIECE_ELEMENTS in pieces:
-            start = start // PIECE_ELEMENTS * PIECE_ELEMENTS
-        if (stop - 1) // PIECE_ELEMENTS in pieces:
-            stop = -(-stop // PIECE_ELEMENTS) * PIECE_ELEMENTS
+        if start // size in pieces:
+            start = start // size * size
+        if (stop - 1) // size in pieces:
+            stop = -(-stop // size) * size
         if found and start <= found[-1][1]:
             start, stop = found[-1][0], max(found.pop()[1], stop)
         found.append((start, min(stop, numel)))
     return found
 
 
-def has_piece(ranges: Ranges, piece: int, numel: int) -> bool:
+def has_piece(ranges: Ranges, piece: int, numel: int, size: int = PIECE_ELEMENTS) -> bool:
     """Whether all of this piece is in the ranges."""
-    first, end = piece * PIECE_ELEMENTS, min((piece + 1) * PIECE_ELEMENTS, numel)
+    first, end = piece * size, min((piece + 1) * size, numel)
     return any(start <= first and end <= stop for start, stop in ranges)
 
 
-def has_lot(ranges: Ranges, uid: int, piece: int, numel: int) -> bool:
+def has_lot(ranges: Ranges, uid: int, piece: int, numel: int, size: int = PIECE_ELEMENTS) -> bool:
     """Whether the one element that decides who checks this piece is in the ranges."""
-    first, end = piece * PIECE_ELEMENTS, min((piece + 1) * PIECE_ELEMENTS, numel)
+    first, end = piece * size, min((piece + 1) * size, numel)
     lot = first + (uid + piece) % max(1, end - first)
     return any(start <= lot < stop for start, stop in ranges)
 

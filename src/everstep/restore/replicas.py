@@ -24,15 +24,15 @@ def drifted(lines: Sequence[Line], after: int = -1) -> list[str]:
     common = set.intersection(*(set(line.frames) for line in lines))
     for step in sorted(n for n in common if n > after):
         footers = [_footer(line, step) for line in lines]
-        stored: dict[tuple[int, int], dict[int, int]] = {}  # hashes, and which rank stores what has them
+        stored: dict[tuple[bool, int, int], dict[int, int]] = {}  # hashes, and which rank stores what has them
         for rank, footer in enumerate(footers):
             entries = audit_entries(footer)
             for uid, piece, value in zip(*(entries[k].tolist() for k in ("uid", "piece", "hash")), strict=True):
-                stored.setdefault((uid, piece), {}).setdefault(value, rank)
+                stored.setdefault((footer.fine, uid, piece), {}).setdefault(value, rank)
         for rank, footer in enumerate(footers):
             entries = audit_of(footer.replicas)
             for uid, piece, value in zip(*(entries[k].tolist() for k in ("uid", "piece", "hash")), strict=True):
-                expected = stored.get((uid, piece), {value: rank})
+                expected = stored.get((footer.fine, uid, piece), {value: rank})
                 if value not in expected and (rank, uid) not in found:
                     owners = " or ".join(f"rank {owner}" for owner in expected.values())
                     found[rank, uid] = (

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 import xxhash
 
-from everstep.atoms import PIECE_ELEMENTS
+from everstep.atoms import PIECE_ELEMENTS, piece_elements
 from everstep.errors import CorruptionError, StorageError
 from everstep.format import documents, parts
 from everstep.format.documents import TRAINER, Manifest, StoredTensor
@@ -58,9 +58,11 @@ def piece_sum(data: Bytes, uid: int, start: int) -> int:
     return xxhash.xxh3_64_intdigest(data, (uid + start) & 0xFFFFFFFFFFFFFFFF)
 
 
-def piece_sums(data: Bytes, uid: int, itemsize: int, first_element: int = 0) -> tuple[int, ...]:
-    """piece_sum of every piece; one for an empty tensor."""
-    step = PIECE_ELEMENTS * itemsize
+def piece_sums(
+    data: Bytes, uid: int, itemsize: int, first_element: int = 0, piece: int = PIECE_ELEMENTS
+) -> tuple[int, ...]:
+    """piece_sum of every piece of `piece` elements; one for an empty tensor."""
+    step = piece * itemsize
     return tuple(
         piece_sum(data[i : i + step], uid, first_element + i // itemsize) for i in range(0, max(len(data), 1), step)
     )
@@ -98,13 +100,42 @@ def part_file(part: Part) -> str:
     return f"part-{part[0]:05d}-of-{part[1]:05d}.safetensors"
 
 
+class _Sums:
+    """piece_sum of every piece of a tensor whose bytes come in parts of any size."""
+
+    def __init__(self, slot: Slot, *, fine: bool) -> None:
+        self._uid = slot.uid
+        self._elements = piece_elements(slot.num_bytes // slot.dtype.itemsize, fine=fine)
+        self._left = self._step = self._elements * slot.dtype.itemsize
+        self._found: list[int] = []
+        self._begin()
+
+    def _begin(self) -> None:
+        self._open = xxhash.xxh3_64(seed=(self._uid + len(self._found) * self._elements) & 0xFFFFFFFFFFFFFFFF)
+        self._left = self._step
+
+    def add(self, data: Bytes) -> None:
+        while len(data):
+            if not self._left:
+                self._found.append(self._open.intdigest())
+                self._begin()
+            part, data = data[: self._left], data[self._left :]
+            self._open.update(part)
+            self._left -= len(part)
+
+    def finish(self) -> tuple[int, ...]:
+        return (*self._found, self._open.intdigest())
+
+
 class BaseWriter:
     """Writes one base. Not there at all until finish() returns; a crash before leaves only litter."""
 
     def __init__(
-        self, bases: str, step: int, slots: Sequence[Slot], *, direct: bool, rank: int = 0, part: Part | None = None
-    ) -> None:
-        """With `part`, one part of a base: others write theirs, into the same folder or elsewhere."""
+        self, bases: str, step: int, slots: Sequence[Slot], *, direct: bool, rank: int = 0, part: Part | None = None,
+        fine: bool = False,
+    ) -> None:  # fmt: skip
+        """With `part`, one part of a base: others write theirs, into the same folder or elsewhere. `fine`: its pieces."""
+        self._fine = fine
         self._name = rank_file(rank) if part is None else part_file(part)
         self.folder = base_folder(bases, step)
         self._part = part
@@ -131,18 +162,19 @@ class BaseWriter:
         self.add_pieces(lambda region, start: np.copyto(region, data[start : start + len(region)]))
 
     def add_pieces(self, fill: Callable[[Bytes, int], None]) -> None:
-        """The next tensor of `order`, piece by piece: fill(memory, first byte) is asked to copy, and touches no disk."""
+        """The next tensor of `order`, 2^19 elements at a time: fill(memory, first byte) is asked to copy, and touches no
+        disk."""
         index = self.order[self._next]
         slot = self._slots[index]
         step = PIECE_ELEMENTS * slot.dtype.itemsize
-        sums = []
+        sums = _Sums(slot, fine=self._fine)
         for i in range(0, max(slot.num_bytes, 1), step):
             region = self._file.reserve(min(step, slot.num_bytes - i))
             fill(region, i)
-            sums.append(piece_sum(region, slot.uid, i // slot.dtype.itemsize))
+            sums.add(region)
         self._stored[index] = StoredTensor(
             slot.uid, slot.role, slot.key, dtype_name(slot.dtype), slot.shape, self._offsets[index], slot.num_bytes,
-            tuple(sums), slot.strides,
+            sums.finish(), slot.strides, fine=self._fine,
         )  # fmt: skip
         self._next += 1
 
@@ -331,15 +363,60 @@ class _Chunk:
             self._begin()
             under_way, self._under_way = self._under_way, None
             if under_way is not None:
-                data = under_way()  # if it fails, whoever comes next begins anew
-                if len(data) and data.ctypes.data != self._memory.ctypes.data:  # a SharedReader's
-                    np.copyto(self._memory[: len(data)], data)
+                under_way()  # if it fails, whoever comes next begins anew
                 self._is_read = True
 
     def _begin(self) -> None:
         if not self._is_read and self._under_way is None:
             there = max(0, min(len(self._memory), self._reader.num_bytes - self._offset))
             self._under_way = self._reader.begin_direct(self._memory, self._offset, there)
+
+
+class _Free:
+    """Memory for so many bytes each, and for blocks around them, that nobody uses."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._num_bytes = num_bytes + 2 * files.BLOCK
+        self._memory: list[Bytes] = []
+
+    def take(self) -> Bytes:
+        try:
+            return self._memory.pop()
+        except IndexError:
+            return new_pages(self._num_bytes)
+
+    def give_back(self, memory: Bytes) -> None:
+        self._memory.append(memory)
+
+
+class _Passing:
+    """Some pieces of a tensor on their way to a place of their own, through memory that is used again."""
+
+    def __init__(self, reader: files.Reader, offset: int, num_bytes: int, pieces: range, free: _Free) -> None:
+        self.pieces = pieces
+        self._reader = reader
+        self._offset = offset
+        self._num_bytes = num_bytes
+        self._free = free
+        self._lock = threading.Lock()
+        self._under_way: Callable[[], Bytes] | None = None
+
+    def begin(self) -> None:
+        with self._lock:
+            if self._under_way is None:
+                self._memory = self._free.take()
+                self._under_way = self._reader.begin_direct(self._memory, self._offset, self._num_bytes)
+
+    def finish(self) -> Bytes:
+        """The pieces' bytes, until give_back()."""
+        self.begin()
+        with self._lock:
+            assert self._under_way is not None
+            under_way, self._under_way = self._under_way, None  # if it fails, whoever comes next begins anew
+            return under_way()
+
+    def give_back(self) -> None:
+        self._free.give_back(self._memory)
 
 
 class Loading:
@@ -350,88 +427,169 @@ class Loading:
     """
 
     def __init__(
-        self, readers: Mapping[int, files.Reader], manifest: Manifest, damaged: Callable[[StoredTensor], Exception]
-    ) -> None:
-        """`readers` of the base's files by rank."""
+        self, readers: Mapping[int, files.Reader], manifest: Manifest, damaged: Callable[[StoredTensor], Exception],
+        windows: Mapping[int, tuple[int, int]] | None = None, into: Mapping[int, torch.Tensor] | None = None,
+    ) -> None:  # fmt: skip
+        """`readers` of the base's files by rank. `windows`: the elements of tensors, by their number, that may be needed;
+        None: all. `into`: flat memory for all elements of some tensors, instead of new memory."""
         self._readers = readers
         self._damaged = damaged
         self._stored = manifest.tensors
+        self._itemsize = [dtype_named(t.dtype).itemsize for t in self._stored]
+        self._piece: list[int] = []
+        """By tensor: how many elements a piece has."""
+        self._window: list[range] = []
+        """By tensor: the pieces that have memory."""
+        for index, stored in enumerate(self._stored):
+            numel = stored.num_bytes // self._itemsize[index]
+            piece = piece_elements(numel, fine=stored.fine)
+            if len(stored.sums) != max(1, -(-numel // piece)):
+                raise damaged(stored)
+            start, stop = (0, max(numel, 1)) if windows is None else windows.get(index, (0, 0))
+            self._piece.append(piece)
+            self._window.append(range(start // piece, -(-stop // piece)))
         self._chunks: list[tuple[int, list[_Chunk]]] = [(0, [])] * len(self._stored)
         """By tensor: where it begins in memory that these chunks fill."""
         self._bytes: list[Bytes] = [np.empty(0, np.uint8)] * len(self._stored)
         self._locks = [threading.Lock() for _ in self._stored]
-        self._is_ready = [[False] * len(t.sums) for t in self._stored]
-        """By tensor: each of its pieces."""
-        order = sorted(range(len(self._stored)), key=lambda i: (self._stored[i].rank, self._stored[i].offset))
+        self._is_ready = [[False] * len(window) for window in self._window]
+        """By tensor: each of the pieces that have memory."""
+        into = into or {}
+        free = _Free(max((self._piece[i] * self._itemsize[i] for i in into), default=0) + _CHUNK_BYTES)
+        self._passing = {index: self._pass(index, free) for index in into}
+        """By tensor that has memory elsewhere: all of its pieces."""
+        read = (index for index, window in enumerate(self._window) if len(window) and index not in into)
+        order = sorted(read, key=lambda i: (self._stored[i].rank, self._stored[i].offset))
         # Parameters and optimizer state in memory of their own: whoever keeps only the ones does not hold the others.
         for _, group in itertools.groupby(order, self._kind):
             self._place(list(group))
         self.tensors = [
-            typed(raw, dtype_named(t.dtype)) for raw, t in zip(self._bytes, self._stored, strict=True)
+            into[i] if i in into else typed(self._bytes[i], dtype_named(t.dtype)) for i, t in enumerate(self._stored)
         ]
         """Flat logical elements. Those that lie askew in the file have memory of their own, and are copied there."""
-        for stored, tensor in zip(self._stored, self.tensors, strict=True):
-            if len(stored.sums) != max(1, -(-tensor.numel() // PIECE_ELEMENTS)):
-                raise damaged(stored)
+
+    def origin(self, index: int) -> int:
+        """The element of a tensor that its memory begins with."""
+        return self._window[index].start * self._piece[index]
 
     def _kind(self, index: int) -> tuple[int, bool]:
         return self._stored[index].rank, self._stored[index].role in ("param", "buffer")
 
+    def _pass(self, index: int, free: _Free) -> list[_Passing]:
+        stored, step = self._stored[index], self._piece[index] * self._itemsize[index]
+        together = -(-_CHUNK_BYTES // step)
+        found = []
+        for first in range(0, len(stored.sums), together):
+            pieces = range(first, min(first + together, len(stored.sums)))
+            start, stop = first * step, min(pieces.stop * step, stored.num_bytes)
+            found.append(_Passing(self._readers[stored.rank], stored.offset + start, stop - start, pieces, free))
+        return found
+
     def _place(self, indices: list[int]) -> None:
-        origin = self._stored[indices[0]].offset // files.BLOCK * files.BLOCK
-        end = max(self._stored[i].offset + self._stored[i].num_bytes for i in indices)
-        memory = new_pages(-(-(end - origin) // files.BLOCK) * files.BLOCK)
-        reader = self._readers[self._stored[indices[0]].rank]
-        chunks = [_Chunk(reader, origin + at, memory[at : at + _CHUNK_BYTES]) for at in range(0, len(memory), _CHUNK_BYTES)]
+        """Memory for what may be needed of these, in the order of the file: blocks that follow each other there do here."""
+        runs: list[tuple[int, int, list[int]]] = []
         for i in indices:
-            start = self._stored[i].offset - origin
-            stop = start + self._stored[i].num_bytes
-            self._bytes[i] = memory[start:stop]
-            self._chunks[i] = start, chunks
+            first, end = self._in_file(i)
+            first, end = first // files.BLOCK * files.BLOCK, -(-end // files.BLOCK) * files.BLOCK
+            if runs and first <= runs[-1][1]:
+                first, end, together = runs[-1][0], max(end, runs[-1][1]), runs.pop()[2]
+            else:
+                together = []
+            runs.append((first, end, [*together, i]))
+        memory = new_pages(sum(end - first for first, end, _ in runs))
+        reader = self._readers[self._stored[indices[0]].rank]
+        used = 0
+        for origin, end, together in runs:
+            here = memory[used : used + end - origin]
+            used += len(here)
+            chunks = [_Chunk(reader, origin + at, here[at : at + _CHUNK_BYTES]) for at in range(0, len(here), _CHUNK_BYTES)]
+            for i in together:
+                start, stop = (at - origin for at in self._in_file(i))
+                self._bytes[i] = here[start:stop]
+                self._chunks[i] = start, chunks
+
+    def _in_file(self, index: int) -> tuple[int, int]:
+        """The bytes of a tensor's window."""
+        stored, window = self._stored[index], self._window[index]
+        step = self._piece[index] * self._itemsize[index]
+        return stored.offset + window.start * step, stored.offset + min(window.stop * step, stored.num_bytes)
 
     def begin(self, index: int, start: int = 0, stop: int | None = None) -> None:
         """Ask for a part that will be needed soon."""
-        for chunk in self._under(index, start // PIECE_ELEMENTS, self._end(index, stop)):
+        pieces = self._pieces(index, start, stop)
+        for chunk in self._under(index, pieces):
             chunk.begin()
+        for passing in self._passing_with(index, pieces):
+            passing.begin()
 
     def need(self, index: int, start: int = 0, stop: int | None = None) -> None:
         """Return when this part has been read and verified."""
         ready = self._is_ready[index]
-        pieces = range(start // PIECE_ELEMENTS, self._end(index, stop))
+        pieces = self._pieces(index, start, stop)
         if all(ready[piece] for piece in pieces):
             return
-        for chunk in self._under(index, pieces.start, pieces.stop):
+        for chunk in self._under(index, pieces):
             chunk.finish()
         with self._locks[index]:
+            for passing in self._passing_with(index, pieces):
+                self._bring(index, passing)
             for piece in pieces:
                 if not ready[piece]:
                     self._settle(index, piece)
                     ready[piece] = True
 
-    def _end(self, index: int, stop: int | None) -> int:
-        """The piece after the last that has elements before `stop`."""
-        return len(self._is_ready[index]) if stop is None else -(-stop // PIECE_ELEMENTS)
+    def _pieces(self, index: int, start: int, stop: int | None) -> range:
+        """Those that have elements [start, stop), counted from the first that has memory."""
+        window, piece = self._window[index], self._piece[index]
+        if stop is None:
+            return range(len(window))
+        found = range(start // piece - window.start, -(-stop // piece) - window.start)
+        if found and (found.start < 0 or found.stop > len(window)):
+            raise AssertionError("a part of a base is needed that was not asked for")
+        return found
 
-    def _under(self, index: int, start: int, stop: int) -> list[_Chunk]:
+    def _under(self, index: int, pieces: range) -> list[_Chunk]:
         """Under these pieces."""
-        size = self.tensors[index].element_size() * PIECE_ELEMENTS
+        size = self._itemsize[index] * self._piece[index]
         first, chunks = self._chunks[index]
-        end = first + min(stop * size, len(self._bytes[index]))
-        return chunks[(first + start * size) // _CHUNK_BYTES : -(-end // _CHUNK_BYTES)]
+        end = first + min(pieces.stop * size, len(self._bytes[index]))
+        return chunks[(first + pieces.start * size) // _CHUNK_BYTES : -(-end // _CHUNK_BYTES)]
 
     def _settle(self, index: int, piece: int) -> None:
-        stored, raw, step = self._stored[index], self._bytes[index], PIECE_ELEMENTS * self.tensors[index].element_size()
+        stored, raw, step = self._stored[index], self._bytes[index], self._piece[index] * self._itemsize[index]
         part = slice(piece * step, (piece + 1) * step)
-        if piece_sum(raw[part], stored.uid, piece * PIECE_ELEMENTS) != stored.sums[piece]:
+        number = self._window[index].start + piece
+        if piece_sum(raw[part], stored.uid, number * self._piece[index]) != stored.sums[number]:
             raise self._damaged(stored)
         if not is_aligned(raw):
             view_bytes(self.tensors[index])[part] = raw[part]
+
+    def _passing_with(self, index: int, pieces: range) -> list[_Passing]:
+        """Those that are to bring some of these pieces yet."""
+        ready = self._is_ready[index]
+        return [
+            p
+            for p in self._passing.get(index, ())
+            if p.pieces.start < pieces.stop and pieces.start < p.pieces.stop and not ready[p.pieces.start]
+        ]
+
+    def _bring(self, index: int, passing: _Passing) -> None:
+        stored, piece, itemsize = self._stored[index], self._piece[index], self._itemsize[index]
+        first, data = passing.pieces.start, passing.finish()
+        sums = piece_sums(data, stored.uid, itemsize, first * piece, piece)
+        if sums != stored.sums[first : passing.pieces.stop]:
+            raise self._damaged(stored)
+        start = first * piece * itemsize
+        np.copyto(view_bytes(self.tensors[index])[start : start + len(data)], data)
+        for each in passing.pieces:
+            self._is_ready[index][each] = True
+        passing.give_back()
 
     def need_all(self, num_workers: int, wanted: Mapping[int, Sequence[tuple[int, int | None]]]) -> None:
         """Return when these parts of these tensors have been."""
         left = [index for index in wanted if not all(self._is_ready[index])]
         parts = [(index, *part) for index in left for part in wanted[index]]
-        if sum(len(self._bytes[index]) for index in left) <= ALONE_BYTES:
+        if sum(self._stored[index].num_bytes for index in left) <= ALONE_BYTES:
             for part in parts:
                 self.need(*part)
         else:
@@ -442,35 +600,37 @@ class Loading:
 class BaseReader:
     """An open base. Removal by retention does not pull it away."""
 
-    def __init__(self, folder: str, manifest: Manifest, *, shared: bool = False) -> None:
-        """`shared`: other processes of this host read it, too."""
+    def __init__(self, folder: str, manifest: Manifest) -> None:
         self.folder = folder
         self.manifest = manifest
         self._paths = [os.path.join(folder, name) for name in sorted(manifest.files)]
         self._readers: dict[int, files.Reader] = {}
         for number in sorted({t.rank for t in manifest.tensors}):
             try:
-                self._readers[number] = files.reader(self._paths[number], shared=shared)
+                self._readers[number] = files.Reader(self._paths[number], direct=True)
             except FileNotFoundError:
                 self.close()
                 raise CorruptionError(f"{self._paths[number]} is missing, though the base's manifest is there") from None
 
-    def load(self) -> Loading:
-        """Its tensors, to be read straight into their memory when they are needed."""
-        return Loading(self._readers, self.manifest, self._damaged)
+    def load(
+        self, windows: Mapping[int, tuple[int, int]] | None = None, into: Mapping[int, torch.Tensor] | None = None
+    ) -> Loading:
+        """Its tensors, to be read into their memory when they are needed. `windows` and `into` as for Loading."""
+        return Loading(self._readers, self.manifest, self._damaged, windows, into)
 
     def check(self) -> None:
         """Read everything and verify it."""
         scratch = Scratch()
         for stored in self.manifest.tensors:
             itemsize = dtype_named(stored.dtype).itemsize
-            step = _READ_BYTES // (PIECE_ELEMENTS * itemsize) * PIECE_ELEMENTS * itemsize or PIECE_ELEMENTS * itemsize
+            piece = piece_elements(stored.num_bytes // itemsize, fine=stored.fine)
+            step = _READ_BYTES // (piece * itemsize) * piece * itemsize or piece * itemsize
             found: list[int] = []
             for start in range(0, max(stored.num_bytes, 1), step):
                 scratch.reset()
                 wanted = min(step, stored.num_bytes - start)
                 data = self._readers[stored.rank].read_direct(scratch.take(wanted), stored.offset + start, wanted)
-                found += piece_sums(data, stored.uid, itemsize, start // itemsize)
+                found += piece_sums(data, stored.uid, itemsize, start // itemsize, piece)
             if tuple(found) != stored.sums:
                 raise self._damaged(stored)
 

@@ -14,7 +14,6 @@ import itertools
 import mmap
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,7 +26,7 @@ BLOCK = 4096
 _STAGING_BYTES = 8 << 20
 _numbers = itertools.count()
 _libc = ctypes.CDLL(None, use_errno=True)
-_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
+_MADV_POPULATE_WRITE = 23
 _MS_SYNC = 4
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _MEMORY_FILE_SYSTEMS = frozenset((0x01021994, 0x858458F6))
@@ -658,55 +657,3 @@ class Reader:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-class SharedReader(Reader):
-    """A Reader of what other processes of this host are likely to read, too: through the page cache, where it stays.
-
-    So the disk is asked once, whoever comes first, and nothing is copied: read_direct() hands out bytes where the cache has
-    them, not in its buffer, as private memory (whoever writes into it gets pages of its own). Before that the system is told
-    to bring them there: what it cannot read is an error then, and does not kill the process that touches it later. Where the
-    system has no such call, or the file cannot be mapped, this is a Reader as any other.
-    """
-
-    def __init__(self, path: str) -> None:
-        super().__init__(path, direct=True)
-        self._mapped: Bytes = np.empty(0, np.uint8)
-        self._ahead = ThreadPoolExecutor(1, "everstep-read")
-        with contextlib.suppress(OSError, ValueError):  # not on this file system; an empty file
-            pages = mmap.mmap(self._fd, self.num_bytes, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
-            self._mapped = np.frombuffer(pages, np.uint8)
-        if len(self._mapped) and self._populate(0, 0) != 0:
-            self._mapped = self._mapped[:0]
-
-    def read_direct(self, buffer: Bytes, offset: int, num_bytes: int) -> Bytes:
-        if offset + num_bytes > len(self._mapped):
-            return super().read_direct(buffer, offset, num_bytes)
-        error = self._populate(offset, num_bytes)
-        if error:
-            self.read(offset, num_bytes)  # tells what is wrong with the disk, if that is it
-            raise _not_read("map", self.path, OSError(error, os.strerror(error)))
-        return self._mapped[offset : offset + num_bytes]
-
-    def begin_direct(self, buffer: Bytes, offset: int, num_bytes: int) -> Callable[[], Bytes]:
-        if offset + num_bytes > len(self._mapped):
-            return super().begin_direct(buffer, offset, num_bytes)
-        # By a thread that waits for the disk: asked to read without being waited for, the system does so in small pages.
-        return self._ahead.submit(self.read_direct, buffer, offset, num_bytes).result
-
-    def _populate(self, offset: int, num_bytes: int) -> int:
-        """What the system answers: 0 or an error's number. Other threads run meanwhile (mmap.madvise does not let them)."""
-        first = offset // mmap.PAGESIZE * mmap.PAGESIZE
-        address = ctypes.c_void_p(self._mapped.ctypes.data + first)
-        failed = _libc.madvise(address, ctypes.c_size_t(offset + num_bytes - first), _MADV_POPULATE_READ)
-        return ctypes.get_errno() if failed else 0
-
-    def close(self) -> None:
-        self._ahead.shutdown(cancel_futures=True)
-        super().close()
-        self._mapped = self._mapped[:0]  # the memory goes when the last view does
-
-
-def reader(path: str, *, shared: bool) -> Reader:
-    """Of large parts of a file; `shared`: other processes of this host read the same ones."""
-    return SharedReader(path) if shared else Reader(path, direct=True)

@@ -98,7 +98,7 @@ class LogWriter:
 
     def __init__(
         self, place: Place, *, run: str, timeline: int, generation: int, rank: int, fingerprint: dict[str, Any],
-        chained: bool = True, on_begun: Callable[[], None] = lambda: None,
+        chained: bool = True, on_begun: Callable[[], None] = lambda: None, fine: bool = False,
     ) -> None:  # fmt: skip
         """`on_begun` is called when the first segment on a disk is durable, before anything in it counts as that."""
         self.place = place
@@ -107,6 +107,8 @@ class LogWriter:
         self._fingerprint = fingerprint
         self._chained = chained
         """Whether a finished segment names the next one, so that its loss is noticed; not if that may be in memory."""
+        self.fine = fine
+        """Whether it gets fine pieces and hashes of such."""
         self._on_begun = on_begun
         self._has_begun = False
         self._seeds: dict[str, int] = {}
@@ -233,7 +235,7 @@ class LogWriter:
         footer = Footer(
             num_records=len(self._headers), ops=tuple(ops), directory=b"".join(self._headers), previous=self._previous,
             durable_step=durable_step, audit=audit, audit_complete=audit_complete, wall_time_ns=wall_time_ns,
-            replicas=replicas,
+            replicas=replicas, fine=self.fine,
         )  # fmt: skip
         at = self._file.offset
         header = self._record(

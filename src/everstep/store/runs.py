@@ -167,11 +167,12 @@ class RunPath:
         files.write_whole(self.run_file(), documents.encode(document))
         return document
 
-    def require(self, feature: str) -> None:
-        """From now on readers must know this feature. Only for the writer; durable on return."""
+    def require(self, *features: str) -> None:
+        """From now on readers must know these features. Only for the writer; durable on return."""
         document = self.read_run()
-        if feature not in document.incompatible:
-            document.incompatible = (*document.incompatible, feature)
+        new = tuple(feature for feature in features if feature not in document.incompatible)
+        if new:
+            document.incompatible += new
             files.write_whole(self.run_file(), documents.encode(document))
 
     def create_timeline(self, document: TimelineDocument) -> None:

@@ -6,6 +6,8 @@ footer is a torn tail. A hole *before* a valid footer is damage, and is reported
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any, NamedTuple, Protocol
 
@@ -14,6 +16,7 @@ import numpy as np
 import torch
 
 from everstep import codec
+from everstep.atoms import PIECE_ELEMENTS
 from everstep.codec.sparse import kept
 from everstep.errors import CorruptionError, UnreadableError
 from everstep.format import records
@@ -281,15 +284,22 @@ class StoredFrame:
             raise self._damaged("its footer")
         self.footer: Footer = _decode(payload, Footer, entry.path)
         self.footer_sum = header.payload_sum
-        self.headers = [records.unpack_trusted(h) for h in records.split_directory(self.footer.directory)]
-        self._offsets = []
-        offset = entry.offset
-        for h in self.headers:
-            self._offsets.append(offset)
-            offset += h.padded_bytes
-        if offset != entry.footer_offset or len(self.headers) != self.footer.num_records:
-            raise self._damaged("its directory")
         self.num_bytes = entry.end_offset - entry.offset
+
+    @functools.cached_property
+    def headers(self) -> list[Header]:
+        """Of the records of this frame before its footer."""
+        headers = records.headers_in(self.footer.directory)
+        size = sum(header.padded_bytes for header in headers)
+        if self.entry.offset + size != self.entry.footer_offset or len(headers) != self.footer.num_records:
+            raise self._damaged("its directory")
+        return headers
+
+    @functools.cached_property
+    def _offsets(self) -> list[int]:
+        """Where those begin."""
+        sizes = [self.entry.offset, *(header.padded_bytes for header in self.headers)]
+        return list(itertools.accumulate(sizes))[:-1]
 
     def _damaged(self, what: str) -> CorruptionError:
         error = CorruptionError(f"step {self.entry.step} is damaged: {what} in {self.entry.path} does not fit its checksum.")
@@ -416,6 +426,14 @@ class StoredFrame:
 
         return get
 
+    def piece_elements(self, ref: TensorRef) -> int:
+        """A record is verified as a whole."""
+        if ref.num_pieces <= 1:
+            return PIECE_ELEMENTS
+        if ref.first >= len(self.headers):
+            raise self._damaged("a reference to a record")
+        return max(1, self.headers[ref.first].count)
+
     def _bare(self, parts: list[list[tuple[int, int, int]]]) -> frozenset[int]:
         """Records with the codec sparse of which all elements are wanted, and for one tensor alone."""
         return frozenset(
@@ -448,11 +466,18 @@ class StoredFrame:
         """(ordinal, first byte, elements) of the pieces that hold elements [start, stop)."""
         size = dtype_of(ref.dtype).itemsize
         found = []
-        position = 0
-        for ordinal in range(ref.first, ref.first + ref.num_pieces if stop > start else ref.first):
+        piece = self.piece_elements(ref)
+        skipped = start // piece if ref.num_pieces > 1 else 0
+        position = skipped * piece
+        for ordinal in range(ref.first + skipped, ref.first + ref.num_pieces):
+            if position >= stop:
+                break
             if ordinal >= len(self.headers):
                 raise self._damaged("a reference to a record")
-            count = ref.numel if self.headers[ordinal].uid == 0 else self.headers[ordinal].count
+            header = self.headers[ordinal]
+            if header.uid and header.start != position:
+                raise self._damaged("a reference to a tensor")
+            count = header.count if header.uid else ref.numel
             low, high = max(start, position), min(stop, position + count)
             if low < high:
                 found.append((ordinal, ref.offset + (low - position) * size, high - low))
