@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+import everstep
+from everstep.capture import auditor as auditors
+from everstep.capture import watch
 from everstep.capture.auditor import Auditor
 from everstep.capture.pending import Audit
 from everstep.capture.watch import Watched
+from truth import Truth, check_history, crash
 
 
 @pytest.fixture
@@ -58,3 +66,39 @@ def test_who_ends_the_window_starts_what_nobody_has_started(auditor: Auditor) ->
     auditor.begin(audit, watched(2), [0, 0], [], [], 1.0)
     assert auditor.end() > 0.0
     assert audit.done.is_set() and audit.uids == [0, 1]
+
+
+@pytest.mark.parametrize("accumulates", [True, False], ids=["accumulates", "overwrites"])
+def test_a_step_is_hashed_as_it_was_though_its_parameters_get_other_memory_soon_after(
+    accumulates: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "SLICE_BYTES", 0)  # the other thread hashes, as it does for models that are not tiny
+    monkeypatch.setattr(watch, "SLICED_UP_TO_BYTES", 0)
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    run = everstep.attach(model, optimizer, tmp_path / "run", quiet=True, follower=False)
+    truth = Truth(run, model, optimizer)
+    truth.resume()
+    hash_one = auditors._hash_one
+
+    def late(*args: Any) -> bool:
+        time.sleep(0.1)
+        return hash_one(*args)
+
+    for t in range(10):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if t == 7:
+            monkeypatch.setattr(auditors, "_hash_one", late)
+        truth.commit()
+        if t == 7:
+            model.weight.data = model.weight.data * 0.5
+            if accumulates:
+                model(torch.ones(2, 4)).sum().backward()
+            truth.commit()
+            monkeypatch.setattr(auditors, "_hash_one", hash_one)
+    run.flush()
+    crash(run)
+    check_history(tmp_path / "run", truth)

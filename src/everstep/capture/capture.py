@@ -65,6 +65,7 @@ class Capture(Recorder):
         self._strays = Strays(inventory)
         self._watch = Watch(inventory, self._optimizers)
         self._auditor = Auditor(full=full_audit)
+        self._watch.end_audit = self._auditor.end
         self.offload = Offload(
             log, inventory.layout, write_layout, durability=durability, batch_steps=batch_steps,
             max_inflight_steps=max_inflight_steps, max_inflight_bytes=max_inflight_bytes, ledger=self.ledger,

@@ -14,7 +14,7 @@ Everything here runs on the training thread.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
 from itertools import chain
 from operator import add, attrgetter, is_
@@ -162,6 +162,8 @@ class Watch:
         self._everything: list[Watched] | None = None
         self._all_states: list[Watched] = []
         self._replica_turn = 0
+        self.end_audit: Callable[[], object] = lambda: None
+        """Returns when no other thread hashes any of this; called before a tensor is looked at in other memory."""
         self.hidden_edits: list[str] = []
         """Labels of tensors whose edit no version counter showed, since last asked."""
         self.install(inventory)
@@ -456,6 +458,8 @@ class Watch:
         pointers = list(map(_pointers, self._param_tensors))
         changed: dict[int, Watched] = {}
         if versions != self._versions or pointers != self._pointers:
+            if pointers != self._pointers:
+                self.end_audit()  # of the last commit, when they were in the memory that they had then
             for i, w in enumerate(self._tensors):
                 if pointers[i] != self._pointers[i]:
                     self.reshaped |= w.alias.shape != w.tensor.shape or w.alias.dtype != w.tensor.dtype
