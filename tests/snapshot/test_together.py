@@ -103,6 +103,19 @@ def test_a_guard_without_room_waits_until_all_of_them_have_left(indices: list[in
     assert first(writer) == [0.0, 1.0, 2.0, 3.0] and not leaving.torn
 
 
+def test_no_more_leave_together_than_a_guard_may_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    live, _ = described(10)
+    live.add(99, "param", "large", torch.full((20_000,), 10.0), settled=False)
+    writer = Written(live)
+    writer.go.set()
+    monkeypatch.setattr(leaving_module, "MOST_TOGETHER", 4)
+    leaving = Leaving(live, Room())
+    leaving.carry(writer)
+    assert writer.runs == [4, 4, 2, 1] and first(writer) == [float(i) for i in range(11)]
+    leaving.second_look(writer.sums(), turn=7)
+    assert not leaving.torn
+
+
 def test_one_that_is_edited_before_it_has_left_is_found_and_named() -> None:
     live, tensors = described(6)
     leaving, writer = Leaving(live, Room()), Written(live)

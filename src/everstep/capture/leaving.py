@@ -31,8 +31,9 @@ FIRST_LOOK_BYTES = 1 << 20
 """So much, other pieces each time, is hashed at the commit itself: an edit that no version counter shows is then found, too,
 if it came before the tensor had left."""
 
-TOGETHER_BYTES = 1 << 20
-"""So much is read at once where tensors are small: guard() waits no longer for it than for a piece of a large one."""
+TOGETHER_BYTES, MOST_TOGETHER = 1 << 20, 256
+"""So much, and so many tensors, are read at once where they are small: guard() waits no longer for them than for a piece of
+a large one."""
 
 GIVE_WAY_S = 0.05
 """At most, for each piece: a reduction that hangs must not keep states from leaving."""
@@ -320,7 +321,7 @@ class Leaving:
         """What leaves next: small tensors that follow each other and are ready; or one."""
         found: list[int] = []
         left = TOGETHER_BYTES
-        for index in islice(order, start, None):
+        for index in islice(order, start, start + MOST_TOGETHER):
             num_bytes = self._live.sizes[index]
             left -= num_bytes
             if num_bytes > SMALL_BYTES or left < 0 or not self._is_ready[index]:
@@ -376,9 +377,9 @@ class Leaving:
             left = left - looked if looked else 0
 
     def _look_at(self, pieces: Iterator[tuple[int, Bytes, int]], sums: Sequence[Sequence[int]]) -> int:
-        """With the lock: the next of them, of as many bytes as guard() may wait for; 0 if there is none left."""
+        """With the lock: the next of them, as many as guard() may wait for. How many bytes; 0 if there is none left."""
         looked = 0
-        for index, view, piece in pieces:
+        for index, view, piece in islice(pieces, MOST_TOGETHER):
             slot = self._live.slots[index]
             step = _piece_bytes(slot)
             data = view[piece * step : (piece + 1) * step]
