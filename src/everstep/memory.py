@@ -101,6 +101,8 @@ def is_aligned(raw: Bytes) -> bool:
 
 def typed(raw: Bytes, dtype: torch.dtype) -> torch.Tensor:
     """Bytes as a 1-D tensor; uncopied if they are aligned."""
+    if not len(raw):
+        return torch.empty(0, dtype=dtype)  # numpy's strides of nothing are no tensor's
     tensor = torch.from_numpy(raw)
     return (tensor if tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone()).view(dtype)
 
