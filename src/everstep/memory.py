@@ -94,7 +94,7 @@ def is_aligned(raw: Bytes) -> bool:
 
 def typed(raw: Bytes, dtype: torch.dtype) -> torch.Tensor:
     """Bytes as a 1-D tensor; uncopied if they are aligned."""
-    if is_aligned(raw):
+    if len(raw) and is_aligned(raw):  # torch has no other view of nothing, if that has no stride
         return torch.from_numpy(raw).view(dtype)
     tensor = torch.empty(len(raw) // dtype.itemsize, dtype=dtype)
     view_bytes(tensor)[:] = raw
