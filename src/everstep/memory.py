@@ -160,15 +160,15 @@ class Scratch:
     def reset(self) -> None:
         """Everything handed out may be overwritten from now on."""
         if self._wanted > len(self._memory):
-            self._memory = new_pages(max(self._wanted, _HUGE))  # the old one lives on while anyone uses it
+            self._memory = new_pages(-(-self._wanted // _HUGE) * _HUGE)  # the old one lives on while anyone uses it
         self._used = self._wanted = 0
 
     def take(self, num_bytes: int) -> Bytes:
         """num_bytes and two pages, aligned to a page; new memory if what is there does not suffice yet."""
         size = (num_bytes // _PAGE + 3) * _PAGE
         self._wanted += size
-        if not len(self._memory):
-            self._memory = new_pages(size)
+        if not len(self._memory):  # who takes much takes more of it
+            self._memory = new_pages(size if size < _HUGE >> 3 else max(-(-size // _HUGE), 2) * _HUGE)
         if self._used + size > len(self._memory):
             return new_pages(size)
         part = self._memory[self._used : self._used + size]

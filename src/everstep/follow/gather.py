@@ -19,7 +19,7 @@ from everstep.follow.compact import Held
 from everstep.follow.fetch import NUM_STREAMS, Generations, find_all, layout_at, standing
 from everstep.follow.recover import Offer
 from everstep.format.documents import GenerationDocument
-from everstep.restore.execute import Place, Restored
+from everstep.restore.execute import Restored
 from everstep.restore.join import Era, Source
 from everstep.store import files
 from everstep.store.runs import RunPath
@@ -138,9 +138,8 @@ class ShadowSource(Source):
         return self._offers[rank]
 
     def part(
-        self, rank: int, only: Mapping[int, Ranges] | None, live: Live | None, *, flat: Set[int] = frozenset(),
-        place: Place | None = None,
-    ) -> Restored:  # fmt: skip
+        self, rank: int, only: Mapping[int, Ranges] | None, live: Live | None, *, flat: Set[int] = frozenset()
+    ) -> Restored:
         """Of what is wanted all elements: they are in memory."""
         offer = self.offer(rank)
         state = _fetch(offer, None if only is None else set(only))

@@ -35,8 +35,6 @@ from everstep.store import bases, files
 from everstep.store.segments import StoredFrame
 
 Progress = Callable[[str, int, int], None]
-Place = Callable[[int, str, str, torch.dtype], torch.Tensor | None]
-"""(parameter, optimizer, name of state; both empty for the parameter itself; dtype): flat memory for all of it."""
 
 
 @dataclass
@@ -58,19 +56,17 @@ class Restored:
 def restore(
     line: Line, step: int, *, live: Live | None = None, num_workers: int | None = None,
     progress: Progress | None = None, only: Mapping[int, Ranges] | None = None, flat: Set[int] = frozenset(),
-    place: Place | None = None,
 ) -> Restored:  # fmt: skip
     """S(step), every bit verified, from the cheapest plan that is not damaged.
 
     `only`: of parameters and buffers these alone, with what optimizers know of them; nothing else is read. Of each of them
-    only these elements are wanted: others may have any value. Those in `flat` may come as State.windows, and where all of
-    them is wanted in memory that `place` gives.
+    only these elements are wanted: others may have any value. Those in `flat` may come as State.windows.
     """
     failures: list[CorruptionError] = []
     for plan in line.plans(step):
         try:
             with no_gc():
-                return _execute(line, plan, live, num_workers or os.cpu_count() or 1, progress, only, flat, place)
+                return _execute(line, plan, live, num_workers or os.cpu_count() or 1, progress, only, flat)
         except CorruptionError as e:
             failures.append(e)
     raise _with_alternatives(line, failures[0])
@@ -123,7 +119,7 @@ def check_before_replay(
 
 def _execute(
     line: Line, plan: Plan, live: Live | None, num_workers: int, progress: Progress | None,
-    only: Mapping[int, Ranges] | None, flat: Set[int], place: Place | None,
+    only: Mapping[int, Ranges] | None, flat: Set[int],
 ) -> Restored:  # fmt: skip
     if plan.num_bytes <= bases.ALONE_BYTES:
         num_workers = 1
@@ -140,10 +136,7 @@ def _execute(
             (Folder(find_layout=find_layout, live=live, num_threads=n, num_workers=num_workers, progress=told), list(row))
             for n, row in groupby(frames, lambda f: num_threads(line, f))
         ]
-        if only is None:
-            state = begin_base(plan, num_workers)
-        else:
-            state = _begin_part(plan, num_workers, rows, only, flat, place)
+        state = begin_base(plan, num_workers) if only is None else _begin_part(plan, num_workers, rows, only, flat)
         for folder, row in rows:
             folder.fold(state, row)
         state.need_all()
@@ -166,9 +159,7 @@ def _execute(
 _Rows = Sequence[tuple[Folder, list[StoredFrame | PartFrame]]]
 
 
-def _begin_part(
-    plan: Plan, num_workers: int, rows: _Rows, only: Mapping[int, Ranges], flat: Set[int], place: Place | None
-) -> State:
+def _begin_part(plan: Plan, num_workers: int, rows: _Rows, only: Mapping[int, Ranges], flat: Set[int]) -> State:
     """S(base step) as far as these elements of these atoms stand on it; the caller closes it.
 
     Of those in `flat` only what is needed has memory, if they are replayed by tiles alone.
@@ -180,7 +171,6 @@ def _begin_part(
     spans = {index_of[id(t)]: (0, t.numel()) for t in parts.tensors_of(shell) if id(t) in index_of}
     needed: dict[int, Ranges] = {}
     windows: dict[int, list[int]] = {}
-    into: dict[int, torch.Tensor] = {}
     if len(rows) <= 1 and all(folder.is_one_row(shell, row) for folder, row in rows):
         can_cut = rows[0][0].cut(shell, rows[0][1]) if rows else shell.tensors.keys()
         needed = _needed(shell, {u: r for u, r in only.items() if u in can_cut}, rows[0][1][-1].footer if rows else None)
@@ -189,9 +179,7 @@ def _begin_part(
             if all(t.is_contiguous() for t in cut):
                 windows[uid] = [index_of[id(t)] for t in cut if id(t) in index_of]
                 spans.update(dict.fromkeys(windows[uid], (needed[uid][0][0], needed[uid][-1][1])))
-                if place is not None and needed[uid] == [(0, cut[0].numel())]:
-                    into.update(_placed(shell, uid, index_of, place))
-    state = begin_base(plan, num_workers, spans, {index for indices in windows.values() for index in indices}, into)
+    state = begin_base(plan, num_workers, spans, {index for indices in windows.values() for index in indices})
     parts.keep(state, only.keys())
     state.needed = needed
     assert isinstance(state.loading, _Loading)
@@ -199,17 +187,6 @@ def _begin_part(
         uid: Window(state.loading.origin(state.tensors[uid]), shell.tensors[uid].numel()) for uid in windows
     }
     return state
-
-
-def _placed(shell: State, uid: int, index_of: Mapping[int, int], place: Place) -> Iterator[tuple[int, torch.Tensor]]:
-    """Tensors by their number, and memory for them that somebody has."""
-    tensor = shell.tensors[uid]
-    states = [(o, key, v) for o, each in shell.optimizers.items() for key, v in each.state.get(uid, {}).items()]
-    for optimizer, key, value in (("", "", tensor), *states):
-        if isinstance(value, torch.Tensor) and value.shape == tensor.shape and id(value) in index_of:
-            memory = place(uid, optimizer, key, value.dtype)
-            if memory is not None:
-                yield index_of[id(value)], memory
 
 
 def _without_memory(stored: StoredTensor) -> torch.Tensor:
@@ -311,18 +288,17 @@ def load_base(plan: Plan, num_workers: int) -> State:
 
 
 def begin_base(
-    plan: Plan, num_workers: int, spans: Mapping[int, tuple[int, int]] | None = None, flat: Set[int] = frozenset(),
-    into: Mapping[int, torch.Tensor] | None = None,
-) -> State:  # fmt: skip
+    plan: Plan, num_workers: int, spans: Mapping[int, tuple[int, int]] | None = None, flat: Set[int] = frozenset()
+) -> State:
     """S(base step) whose tensors get their values when they are needed. The caller closes it.
 
     `spans`: of tensors, by their number, elements that may be needed; others have no memory. None: all of all. Those in
-    `flat` are flat, and begin where their memory does: that in `into` for some.
+    `flat` are flat, and begin where their memory does.
     """
     reader = bases.BaseReader(plan.base_folder, plan.base)
     tensors: list[torch.Tensor] = []
     try:
-        loading = reader.load(spans, into)
+        loading = reader.load(spans)
         for index, (stored, found) in enumerate(zip(plan.base.tensors, loading.tensors, strict=True)):
             if spans is not None and index not in spans:
                 tensors.append(_without_memory(stored))

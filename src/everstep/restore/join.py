@@ -8,7 +8,6 @@ A timeline has one layout. Where a run went on under another, a timeline begins 
 
 from __future__ import annotations
 
-import functools
 import itertools
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
@@ -25,10 +24,10 @@ from everstep.errors import CorruptionError, MismatchError, NothingToRestoreErro
 from everstep.fold import ELEMENTWISE, Live, OptimizerState, Ranges, State, Window
 from everstep.format.documents import GenerationDocument
 from everstep.frame import SetLayout
-from everstep.memory import dtype_named, is_aligned, own_storage, same_bits, view_bytes
+from everstep.memory import dtype_named, own_storage, same_bits
 from everstep.naming import Inventory
 from everstep.restore.apply import same_packed
-from everstep.restore.execute import Place, Restored, layout_finder, open_frames, restore
+from everstep.restore.execute import Restored, layout_finder, open_frames, restore
 from everstep.restore.parts import part_of_layout
 from everstep.restore.plan import Line, describe_steps, line_of, line_to
 from everstep.restore.reshard import Reader, Reading, plan_atom
@@ -234,11 +233,10 @@ class Source:
         return [layout_at(line, self.step) for line in self.era.lines]
 
     def part(
-        self, rank: int, only: Mapping[int, Ranges] | None, live: Live | None, *, flat: Set[int] = frozenset(),
-        place: Place | None = None,
-    ) -> Restored:  # fmt: skip
-        """What one rank had; `only`, `flat` and `place` as for restore()."""
-        return restore(self.era.lines[rank], self.step, live=live, only=only, flat=flat, place=place)
+        self, rank: int, only: Mapping[int, Ranges] | None, live: Live | None, *, flat: Set[int] = frozenset()
+    ) -> Restored:
+        """What one rank had; `only` and `flat` as for restore()."""
+        return restore(self.era.lines[rank], self.step, live=live, only=only, flat=flat)
 
     def is_fine(self, rank: int) -> bool | None:
         """Whether a rank's part is read in fine pieces; None: not in pieces at all."""
@@ -299,8 +297,7 @@ def fetch(
     whole: list[Set[int]] = []
     for r, batch in itertools.chain(joiner.batches(near), [] if joiner.reads_any else [(near, set())]):
         only = {uid: joiner.ranges(uid, r) for uid in batch}
-        flat = {uid for uid in batch if joiner.is_contiguous(uid, r)}
-        part = source.part(r, only, live, flat=flat, place=functools.partial(joiner.place, r))
+        part = source.part(r, only, live, flat={uid for uid in batch if joiner.is_contiguous(uid, r)})
         joiner.add(r, part.state)
         proven = proven and part.proven
         fingerprint = part.fingerprint
@@ -343,8 +340,6 @@ class _Joiner:
         unread = {uid for uid, reading in self._readings.items() if not reading.cuts}
         self.state = State(source.step, part_of_layout(source.layout, known.keys() - unread), {}, {})
         self._known_spans: dict[tuple[int, int], Ranges] = {}
-        self._placed: dict[tuple[int, str, str], torch.Tensor] = {}
-        """What parts are read straight into: by parameter, optimizer and key."""
         self._tight: dict[int, bool] = {}
         """By rank."""
         self._windows: Mapping[int, Window] = {}
@@ -384,7 +379,7 @@ class _Joiner:
             fine, specs = self._source.is_fine(rank), self._source.layouts[rank].optimizers
             read = taken = 0
             for uid, reading in self._readings.items():
-                if reading.is_mean or rank not in reading.cuts or self._place_of(uid, rank) is not None:
+                if reading.is_mean or rank not in reading.cuts:
                     continue
                 numel, itemsize = prod(self._held[uid][rank].size), dtype_named(self._source.atoms[uid].dtype).itemsize
                 piece = max(1, numel) if fine is None else piece_elements(numel, fine=fine)
@@ -399,27 +394,6 @@ class _Joiner:
         """Whether all that is wanted is one cut of this rank."""
         cuts = reading.cuts[rank]
         return len(reading.cuts) == len(cuts) == 1 and cuts[0].target.numel == prod(reading.size) and not reading.is_mean
-
-    def _place_of(self, uid: int, rank: int) -> tuple[int, int] | None:
-        """The elements of what is wanted of an atom that all of a rank's memory of it becomes, if they follow each other."""
-        reading = self._readings[uid]
-        cuts = reading.cuts[rank]
-        full = sum(cut.target.numel for each in reading.cuts.values() for cut in each) == prod(reading.size)
-        if len(cuts) != 1 or not full or reading.is_mean or cuts[0].source.numel != prod(self._held[uid][rank].size):
-            return None
-        first, end = span(cuts[0].target, reading.size)
-        return (first, end) if end - first == cuts[0].target.numel else None
-
-    def place(self, rank: int, uid: int, optimizer: str, key: str, dtype: torch.dtype) -> torch.Tensor | None:
-        """Flat memory in what is wanted for what a rank had of an atom or its optimizer state (an execute.Place)."""
-        at = self._place_of(uid, rank)
-        if at is None or (key and self._stateful is not None and uid not in self._stateful):
-            return None
-        into = self._placed.get((uid, optimizer, key))
-        if into is None:
-            into = self._placed[uid, optimizer, key] = torch.empty(self._readings[uid].size, dtype=dtype)
-        memory = into.view(-1)[slice(*at)]
-        return memory if into.dtype == dtype and is_aligned(view_bytes(memory)) else None
 
     def is_contiguous(self, uid: int, rank: int) -> bool:
         """Whether the cuts of a rank's memory of an atom can be had from flat memory."""
@@ -479,8 +453,7 @@ class _Joiner:
         self._windows = part.windows
         self._keeps = self._is_tight(rank) or all(self._readings[uid].as_it_is for uid in part.tensors)
         for uid, tensor in part.tensors.items():
-            into = self.state.tensors.get(uid, self._placed.get((uid, "", "")))
-            self.state.tensors[uid] = self._put(uid, into, tensor, rank)
+            self.state.tensors[uid] = self._put(uid, self.state.tensors.get(uid), tensor, rank)
             if uid in part.carried:  # a rank may have none
                 self.state.carried[uid] = self._put(uid, self.state.carried.get(uid), part.carried[uid], rank, zeros=True)
         self.state.lost |= part.lost
@@ -501,7 +474,7 @@ class _Joiner:
             elif self._readings[uid].as_it_is:
                 ours.state[uid] = {key: self._taken(value) for key, value in values.items()}
             else:
-                ours.state[uid] = self._join_state(name, uid, ours.state.get(uid, {}), values, part.tensors[uid], rank)
+                ours.state[uid] = self._join_state(uid, ours.state.get(uid, {}), values, part.tensors[uid], rank)
                 for key in values:
                     self._givers.setdefault((name, uid, key), set()).add(rank)
 
@@ -527,12 +500,12 @@ class _Joiner:
         ours.params[at] = (*ours.params[at], *(u for u in params if u not in ours.params[at]))
 
     def _join_state(
-        self, name: str, uid: int, before: dict[str, Any], values: dict[str, Any], param: torch.Tensor, rank: int
+        self, uid: int, before: dict[str, Any], values: dict[str, Any], param: torch.Tensor, rank: int
     ) -> dict[str, Any]:
         out = dict(before)
         for key, value in values.items():
             if isinstance(value, torch.Tensor) and value.dim() and value.shape == param.shape:
-                out[key] = self._put(uid, out.get(key, self._placed.get((uid, name, key))), value, rank)
+                out[key] = self._put(uid, out.get(key), value, rank)
             elif isinstance(value, torch.Tensor) and value.numel() > 1:
                 raise MismatchError(
                     f"{self._source.atoms[uid].label()}: its optimizer state {key!r}, {tuple(value.shape)}, "
@@ -565,9 +538,7 @@ class _Joiner:
             full = sum(cut.target.numel for cuts in reading.cuts.values() for cut in cuts) == prod(reading.size)
             into = (torch.empty if full and not zeros else torch.zeros)(reading.size, dtype=tensor.dtype)
         for cut, source in zip(reading.cuts[rank], self._sources(uid, tensor, rank), strict=True):
-            target = into[slices(cut.target)]
-            if target.data_ptr() != source.data_ptr():  # else it was read straight into its place
-                target.copy_(source)
+            into[slices(cut.target)] = source
         return into
 
     def _sources(self, uid: int, tensor: torch.Tensor, rank: int) -> list[torch.Tensor]:

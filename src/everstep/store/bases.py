@@ -372,53 +372,6 @@ class _Chunk:
             self._under_way = self._reader.begin_direct(self._memory, self._offset, there)
 
 
-class _Free:
-    """Memory for so many bytes each, and for blocks around them, that nobody uses."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self._num_bytes = num_bytes + 2 * files.BLOCK
-        self._memory: list[Bytes] = []
-
-    def take(self) -> Bytes:
-        try:
-            return self._memory.pop()
-        except IndexError:
-            return new_pages(self._num_bytes)
-
-    def give_back(self, memory: Bytes) -> None:
-        self._memory.append(memory)
-
-
-class _Passing:
-    """Some pieces of a tensor on their way to a place of their own, through memory that is used again."""
-
-    def __init__(self, reader: files.Reader, offset: int, num_bytes: int, pieces: range, free: _Free) -> None:
-        self.pieces = pieces
-        self._reader = reader
-        self._offset = offset
-        self._num_bytes = num_bytes
-        self._free = free
-        self._lock = threading.Lock()
-        self._under_way: Callable[[], Bytes] | None = None
-
-    def begin(self) -> None:
-        with self._lock:
-            if self._under_way is None:
-                self._memory = self._free.take()
-                self._under_way = self._reader.begin_direct(self._memory, self._offset, self._num_bytes)
-
-    def finish(self) -> Bytes:
-        """The pieces' bytes, until give_back()."""
-        self.begin()
-        with self._lock:
-            assert self._under_way is not None
-            under_way, self._under_way = self._under_way, None  # if it fails, whoever comes next begins anew
-            return under_way()
-
-    def give_back(self) -> None:
-        self._free.give_back(self._memory)
-
-
 class Loading:
     """A base on its way into memory: every tensor has its memory, which is filled when it is needed. Any thread.
 
@@ -428,10 +381,10 @@ class Loading:
 
     def __init__(
         self, readers: Mapping[int, files.Reader], manifest: Manifest, damaged: Callable[[StoredTensor], Exception],
-        windows: Mapping[int, tuple[int, int]] | None = None, into: Mapping[int, torch.Tensor] | None = None,
+        windows: Mapping[int, tuple[int, int]] | None = None,
     ) -> None:  # fmt: skip
         """`readers` of the base's files by rank. `windows`: the elements of tensors, by their number, that may be needed;
-        None: all. `into`: flat memory for all elements of some tensors, instead of new memory."""
+        None: all."""
         self._readers = readers
         self._damaged = damaged
         self._stored = manifest.tensors
@@ -454,17 +407,13 @@ class Loading:
         self._locks = [threading.Lock() for _ in self._stored]
         self._is_ready = [[False] * len(window) for window in self._window]
         """By tensor: each of the pieces that have memory."""
-        into = into or {}
-        free = _Free(max((self._piece[i] * self._itemsize[i] for i in into), default=0) + _CHUNK_BYTES)
-        self._passing = {index: self._pass(index, free) for index in into}
-        """By tensor that has memory elsewhere: all of its pieces."""
-        read = (index for index, window in enumerate(self._window) if len(window) and index not in into)
+        read = (index for index, window in enumerate(self._window) if len(window))
         order = sorted(read, key=lambda i: (self._stored[i].rank, self._stored[i].offset))
         # Parameters and optimizer state in memory of their own: whoever keeps only the ones does not hold the others.
         for _, group in itertools.groupby(order, self._kind):
             self._place(list(group))
         self.tensors = [
-            into[i] if i in into else typed(self._bytes[i], dtype_named(t.dtype)) for i, t in enumerate(self._stored)
+            typed(raw, dtype_named(t.dtype)) for raw, t in zip(self._bytes, self._stored, strict=True)
         ]
         """Flat logical elements. Those that lie askew in the file have memory of their own, and are copied there."""
 
@@ -474,16 +423,6 @@ class Loading:
 
     def _kind(self, index: int) -> tuple[int, bool]:
         return self._stored[index].rank, self._stored[index].role in ("param", "buffer")
-
-    def _pass(self, index: int, free: _Free) -> list[_Passing]:
-        stored, step = self._stored[index], self._piece[index] * self._itemsize[index]
-        together = -(-_CHUNK_BYTES // step)
-        found = []
-        for first in range(0, len(stored.sums), together):
-            pieces = range(first, min(first + together, len(stored.sums)))
-            start, stop = first * step, min(pieces.stop * step, stored.num_bytes)
-            found.append(_Passing(self._readers[stored.rank], stored.offset + start, stop - start, pieces, free))
-        return found
 
     def _place(self, indices: list[int]) -> None:
         """Memory for what may be needed of these, in the order of the file: blocks that follow each other there do here."""
@@ -519,8 +458,6 @@ class Loading:
         pieces = self._pieces(index, start, stop)
         for chunk in self._under(index, pieces):
             chunk.begin()
-        for passing in self._passing_with(index, pieces):
-            passing.begin()
 
     def need(self, index: int, start: int = 0, stop: int | None = None) -> None:
         """Return when this part has been read and verified."""
@@ -531,8 +468,6 @@ class Loading:
         for chunk in self._under(index, pieces):
             chunk.finish()
         with self._locks[index]:
-            for passing in self._passing_with(index, pieces):
-                self._bring(index, passing)
             for piece in pieces:
                 if not ready[piece]:
                     self._settle(index, piece)
@@ -564,32 +499,11 @@ class Loading:
         if not is_aligned(raw):
             view_bytes(self.tensors[index])[part] = raw[part]
 
-    def _passing_with(self, index: int, pieces: range) -> list[_Passing]:
-        """Those that are to bring some of these pieces yet."""
-        ready = self._is_ready[index]
-        return [
-            p
-            for p in self._passing.get(index, ())
-            if p.pieces.start < pieces.stop and pieces.start < p.pieces.stop and not ready[p.pieces.start]
-        ]
-
-    def _bring(self, index: int, passing: _Passing) -> None:
-        stored, piece, itemsize = self._stored[index], self._piece[index], self._itemsize[index]
-        first, data = passing.pieces.start, passing.finish()
-        sums = piece_sums(data, stored.uid, itemsize, first * piece, piece)
-        if sums != stored.sums[first : passing.pieces.stop]:
-            raise self._damaged(stored)
-        start = first * piece * itemsize
-        np.copyto(view_bytes(self.tensors[index])[start : start + len(data)], data)
-        for each in passing.pieces:
-            self._is_ready[index][each] = True
-        passing.give_back()
-
     def need_all(self, num_workers: int, wanted: Mapping[int, Sequence[tuple[int, int | None]]]) -> None:
         """Return when these parts of these tensors have been."""
         left = [index for index in wanted if not all(self._is_ready[index])]
         parts = [(index, *part) for index in left for part in wanted[index]]
-        if sum(self._stored[index].num_bytes for index in left) <= ALONE_BYTES:
+        if sum(len(self._bytes[index]) for index in left) <= ALONE_BYTES:
             for part in parts:
                 self.need(*part)
         else:
@@ -612,11 +526,9 @@ class BaseReader:
                 self.close()
                 raise CorruptionError(f"{self._paths[number]} is missing, though the base's manifest is there") from None
 
-    def load(
-        self, windows: Mapping[int, tuple[int, int]] | None = None, into: Mapping[int, torch.Tensor] | None = None
-    ) -> Loading:
-        """Its tensors, to be read into their memory when they are needed. `windows` and `into` as for Loading."""
-        return Loading(self._readers, self.manifest, self._damaged, windows, into)
+    def load(self, windows: Mapping[int, tuple[int, int]] | None = None) -> Loading:
+        """Its tensors, to be read straight into their memory when they are needed. `windows` as for Loading."""
+        return Loading(self._readers, self.manifest, self._damaged, windows)
 
     def check(self) -> None:
         """Read everything and verify it."""
