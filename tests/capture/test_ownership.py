@@ -1110,24 +1110,27 @@ def train_sparse(
         yield t
 
 
-@pytest.mark.parametrize("in_base", [False, True])
+@pytest.mark.parametrize("mode", ["delta", "base", "snapshot"])
 def test_sparse_gradients_that_are_added_up_over_commits_are_not_stored_and_a_resume_says_so(
-    in_base: bool, tmp_path: Any
+    mode: str, tmp_path: Any
 ) -> None:
+    options: dict[str, Any] = {"quiet": True, "follower": False, "base_interval": 1 if mode == "base" else 1000}
+    if mode == "snapshot":
+        options = {"quiet": True, "mode": "snapshot", "snapshot_interval": 1}
     for stop in range(1, 13):
         model, optimizers = sparse_and_dense()
         path = tmp_path / f"run-{stop}"
-        run = everstep.attach(model, optimizers, path, quiet=True, follower=False, base_interval=1 if in_base else 1000)
+        run = everstep.attach(model, optimizers, path, **options)
         run.resume()
         for _ in train_sparse(model, optimizers, range(stop), every=3, clear_first=False):
             run.commit()
         run.flush()
-        if in_base:
+        if mode == "base":
             assert run._capture.snapshot is not None
             run._capture.snapshot.wait()
         crash(run)
         model, optimizers = sparse_and_dense()
-        run = everstep.attach(model, optimizers, path, quiet=True, follower=False)
+        run = everstep.attach(model, optimizers, path, **options)
         with pytest.warns(InexactWarning, match="sparse") if stop % 3 else contextlib.nullcontext():
             assert run.resume() == stop
         for _ in train_sparse(model, optimizers, range(stop, 15), every=3, clear_first=False):
@@ -1139,15 +1142,18 @@ def test_sparse_gradients_that_are_added_up_over_commits_are_not_stored_and_a_re
             assert not equal([p.detach() for p in plain.parameters()], [p.detach() for p in model.parameters()])
 
 
-def test_sparse_gradients_that_are_cleared_before_the_next_backward_are_nothing_to_warn_of(tmp_path: Any) -> None:
+@pytest.mark.parametrize("mode", ["delta", "snapshot"])
+def test_sparse_gradients_that_are_cleared_before_the_next_backward_are_nothing_to_warn_of(mode: str, tmp_path: Any) -> None:
+    options: dict[str, Any] = {"mode": mode, "quiet": True, **({"snapshot_interval": 1} if mode == "snapshot" else {})}
     model, optimizers = sparse_and_dense()
-    run = everstep.attach(model, optimizers, tmp_path / "run", quiet=True, follower=False)
+    run = everstep.attach(model, optimizers, tmp_path / "run", **options)
     run.resume()
     for _ in train_sparse(model, optimizers, range(8), every=1, clear_first=True):
         run.commit()
+    run.flush()
     crash(run)
     model, optimizers = sparse_and_dense()
-    run = everstep.attach(model, optimizers, tmp_path / "run", quiet=True, follower=False)
+    run = everstep.attach(model, optimizers, tmp_path / "run", **options)
     assert run.resume() == 8  # warnings are errors
     for _ in train_sparse(model, optimizers, range(8, 12), every=1, clear_first=True):
         run.commit()

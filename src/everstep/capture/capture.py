@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from everstep import cursor as cursors
 from everstep.atoms import RESIDUALS, Layout
 from everstep.capture.auditor import Auditor, hash_replicas
+from everstep.capture.carry import LOST
 from everstep.capture.early import Early
 from everstep.capture.live import Described
 from everstep.capture.offload import Offload
@@ -365,7 +366,7 @@ class Capture(Recorder):
         out = []
         for tap in self.taps.values():
             for uid, kind, grad in tap.carry.now():
-                index = -2 if kind == "lost" else -1
+                index = LOST if kind == "lost" else -1
                 if kind not in ("zero", "lost"):
                     index = live.add(uid, "grad", f"grad.{uid:016x}", grad.detach().clone(), settled=True)
                 out.append((uid, index))

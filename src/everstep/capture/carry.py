@@ -11,6 +11,9 @@ from everstep.capture.held import Held
 from everstep.capture.pending import Item, PendingCarry, PendingGrad
 from everstep.memory import same_bits, view_as_bits
 
+LOST = -2
+"""In a base, in the place of a gradient that was left on its parameter and is not stored."""
+
 
 class Carry:
     """Of one optimizer's parameters: what was told of their gradients at the last commit. Training thread."""
@@ -46,7 +49,7 @@ class Carry:
         """An update begins: were the gradients of the last commit still there?"""
         if self._at_commit:
             self._stay = any(
-                g is not None and _is_in(g, self._grad_of(p)) for p, g in zip(self._params, self._at_commit, strict=True)
+                g is not None and is_in(g, self._grad_of(p)) for p, g in zip(self._params, self._at_commit, strict=True)
             )
             self._num_seen += 1
             self._at_commit = []
@@ -139,7 +142,7 @@ class Carry:
         return [self._grad_of(by_uid[uid]) if uid in by_uid else None for uid in uids]
 
 
-def _is_in(before: torch.Tensor, now: torch.Tensor | None) -> bool:
+def is_in(before: torch.Tensor, now: torch.Tensor | None) -> bool:
     """Whether a gradient is that of before, or what was added to it: sparse ones are put one behind the other then, in new
     memory."""
     if now is None or now is before:

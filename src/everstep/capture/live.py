@@ -255,6 +255,10 @@ class Live:
         """Those that are on their parameters now: the next backward may add to them."""
         return [(uid, sharding.local_grad(p)) for uid, p in self._held if p.grad is not None and not p.grad.is_sparse]
 
+    def sparse_gradients(self) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
+        """(uid, parameter, gradient) of those that are sparse."""
+        return [(uid, p, p.grad) for uid, p in self._held if p.grad is not None and p.grad.is_sparse]
+
     def mark(self) -> Mark:
         """What differs if parameters or optimizer state have been changed, but for what no version counter shows."""
         values = self._state_values()

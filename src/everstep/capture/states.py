@@ -24,6 +24,7 @@ from everstep import background, forks
 from everstep import cursor as cursors
 from everstep.atoms import Layout
 from everstep.capture.ahead import Ahead, Job
+from everstep.capture.carry import LOST, is_in
 from everstep.capture.layerwise import Layerwise
 from everstep.capture.leaving import Event, Leaving, NoRoom, Room, Staging, Writer
 from everstep.capture.live import Described, Live, pack_hyper
@@ -108,6 +109,9 @@ class States(Recorder):
         self._hyper = self._live.hyper()
         self._carried_before: dict[int, Slot] = {}
         """Places of gradients that were once left on their parameters: they are kept, so that the pool fits."""
+        self._sparse: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+        """Sparse ones that were left when the last state was stored, which are not. Does the next backward add to them?"""
+        self._sparse_stay, self._sparse_seen = True, 0
         self._note()
         self._last_begun = step
         self.interval = settings.interval or 1
@@ -174,6 +178,10 @@ class States(Recorder):
             self.look_for_scaler()
         if not self._updates:
             self._means.add("quiet_s", begun - self._committed_at)
+            if self._sparse:
+                self._sparse_stay = any(is_in(grad, p.grad) for _, p, grad in self._sparse)
+                self._sparse_seen += 1
+                self._sparse = []
         self._quiet_ends(begun)
         self.guard()
         self._hook_s += time.perf_counter() - begun - (self.stall_s - stalled)
@@ -361,6 +369,9 @@ class States(Recorder):
                 found.append((uid, index))
             else:
                 live.add_again(self._carried_before[uid])
+        self._sparse = self._live.sparse_gradients()
+        if self._sparse_stay or self._sparse_seen < 2:
+            found += [(uid, LOST) for uid, _, _ in self._sparse]
         return tuple(found)
 
     def _note(self) -> None:
