@@ -17,7 +17,8 @@ from everstep.codec.sparse import Sparse
 
 MIN_BYTES = 64 * 1024
 """Smaller pieces stay raw: a saving would be shorter than the calls that make it."""
-_MIN_FP16_BYTES = 1024 * 1024
+_MIN_FP16_BYTES = 512 * 1024
+"""Below that the calls take longer than they are worth. (Most fine pieces are larger.)"""
 _SAMPLE_ELEMENTS = 256
 _RAWS_BEFORE_SKIPPING = 4
 _SKIPS_AFTER_RAWS = 15
