@@ -94,6 +94,8 @@ def test_frames_that_could_not_be_copied_to_disk_are_not_acknowledged_and_are_co
     training = NearTraining()
     run = attach(training, tmp_path / "run", log="disk")
     run.resume()
+    run.flush()
+    wait_for(lambda: run.stats()["folded_step"] == 0)  # else it may begin with a later base, and has no steps before that
     training.train(run, 4)
     run.flush()
     wait_for(lambda: run.stats()["folded_step"] == 4)
