@@ -118,7 +118,7 @@ class Carry(msgspec.Struct, tag="carry", array_like=True, frozen=True):
     """Gradients that were still on these parameters at the commit and that the next backward will add to.
 
     kind `consumed`: the bits of the last Update; `zero`: all zero; `none`: nothing any more; `lost`: there were some, but
-    they had been added to before they could be stored.
+    they had been added to before they could be stored, or are sparse.
     """
 
     kind: str

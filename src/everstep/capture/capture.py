@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from everstep import cursor as cursors
 from everstep.atoms import RESIDUALS, Layout
 from everstep.capture.auditor import Auditor, hash_replicas
-from everstep.capture.carry import LOST
 from everstep.capture.early import Early
 from everstep.capture.live import Described
 from everstep.capture.offload import Offload
@@ -29,7 +28,7 @@ from everstep.capture.structure import Structure
 from everstep.capture.tap import Tap
 from everstep.capture.watch import Watch
 from everstep.errors import HiddenEditWarning
-from everstep.format.documents import TRAINER
+from everstep.format.documents import LOST, TRAINER
 from everstep.naming import Inventory
 from everstep.store.log import LogWriter
 

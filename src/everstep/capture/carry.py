@@ -11,9 +11,6 @@ from everstep.capture.held import Held
 from everstep.capture.pending import Item, PendingCarry, PendingGrad
 from everstep.memory import same_bits, view_as_bits
 
-LOST = -2
-"""In a base, in the place of a gradient that was left on its parameter and is not stored."""
-
 
 class Carry:
     """Of one optimizer's parameters: what was told of their gradients at the last commit. Training thread."""
@@ -98,7 +95,7 @@ class Carry:
             if g is None:
                 continue
             if g.is_sparse:
-                if not self.is_rare:  # how they are stored is not specified; who resumes here is told, if it may matter
+                if not self.is_rare:  # they are not stored; who resumes here is told, if it may matter
                     kinds[uid] = "lost"
                 continue
             versions[uid] = g._version

@@ -24,14 +24,14 @@ from everstep import background, forks
 from everstep import cursor as cursors
 from everstep.atoms import Layout
 from everstep.capture.ahead import Ahead, Job
-from everstep.capture.carry import LOST, is_in
+from everstep.capture.carry import is_in
 from everstep.capture.layerwise import Layerwise
 from everstep.capture.leaving import Event, Leaving, NoRoom, Room, Staging, Writer
 from everstep.capture.live import Described, Live, pack_hyper
 from everstep.capture.recorder import Destination, Recorder
 from everstep.capture.snapshot import COPY_AT_ONCE_BYTES, Snapshot
 from everstep.errors import HiddenEditWarning, PoolFullError, StorageError
-from everstep.format.documents import TRAINER, StoredOptimizer
+from everstep.format.documents import LOST, TRAINER, StoredOptimizer
 from everstep.naming import Inventory
 from everstep.store.bases import Slot
 from everstep.store.pools import Pools

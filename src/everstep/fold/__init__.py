@@ -20,7 +20,7 @@ import torch
 
 from everstep import tree
 from everstep.atoms import Layout, OptimizerSpec
-from everstep.fold.apply import assign, unhooked_step
+from everstep.fold.apply import unhooked_step
 from everstep.fold.cut import ELEMENTWISE, LARGE_UNIT_ELEMENTS, UNIT_ELEMENTS, TilePlan
 from everstep.fold.state import Live, OptimizerState, Ranges, State, Window, class_name, find_class, register
 from everstep.fold.tiles import Source, Unit, run_units
@@ -118,24 +118,7 @@ class Folder:
         for unit in units:
             unit.join_state()
         state.need_all()
-        _set_tensors(state, plan)
         plan.finish(state)
-
-
-def _set_tensors(state: State, plan: TilePlan) -> None:
-    """Tensors that no update touched: only their last value counts. Those that share a record are read at once."""
-    last = {
-        op.uid: (index, op.ref) for index, op in plan.events if isinstance(op, SetTensor) and op.uid not in plan.in_units
-    }
-    sharing: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for uid, (index, ref) in last.items():
-        sharing[index, ref.first].append(uid)
-    for (index, _), uids in sharing.items():
-        refs = [last[uid][1] for uid in uids]
-        values = plan.frames[index].read([(ref, 0, ref.numel) for ref in refs])
-        for uid, value, ref in zip(uids, values, refs, strict=True):
-            state.tensors[uid] = assign(state.tensors.get(uid), value, ref)
-    plan.in_units.update(last)  # nothing is left to be done for these
 
 
 def _is_simple(state: State, ops: Sequence[Op]) -> bool:

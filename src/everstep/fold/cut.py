@@ -15,7 +15,7 @@ import torch
 
 from everstep import tree
 from everstep.atoms import PACK_BELOW_BYTES, PIECE_ELEMENTS
-from everstep.fold.apply import assign, set_carried, whole
+from everstep.fold.apply import assign, set_carried
 from everstep.fold.state import OptimizerState, State, optimizer_of
 from everstep.frame import Carry, FrameData, Gradient, Op, SetGrad, SetGroups, SetTensor, TensorRef, Update
 
@@ -148,9 +148,15 @@ class TilePlan:
 
     def finish(self, state: State) -> None:
         """Tensors that no update touched: only their last value counts. Then carried gradients."""
+        sharing: dict[tuple[int, int], list[tuple[int, TensorRef]]] = defaultdict(list)
+        """By frame and record, which small tensors share: it is read once for all of them."""
         for uid, (index, ref) in self._last_tensor.items():
             if uid not in self.in_units:
-                state.tensors[uid] = assign(state.tensors.get(uid), whole(self.frames[index], ref), ref)
+                sharing[index, ref.first].append((uid, ref))
+        for (index, _), found in sharing.items():
+            values = self.frames[index].read([(ref, 0, ref.numel) for _, ref in found])
+            for (uid, ref), value in zip(found, values, strict=True):
+                state.tensors[uid] = assign(state.tensors.get(uid), value, ref)
         for uid, (index, kind, carried, consumed) in self._last_carry.items():
             set_carried(state, self.frames[index], uid, kind, carried, consumed)
 

@@ -13,7 +13,7 @@ from everstep import tree
 from everstep.atoms import state_uid
 from everstep.errors import AuditError, CorruptionError, StorageError
 from everstep.fold import Folder, State
-from everstep.format.documents import FOLDED, IN_PART, Manifest, StoredOptimizer
+from everstep.format.documents import FOLDED, IN_PART, LOST, Manifest, StoredOptimizer
 from everstep.format.parts import Part
 from everstep.format.segment import parse_name
 from everstep.memory import strides_of
@@ -285,7 +285,7 @@ def describe(state: State) -> tuple[list[Slot], list[torch.Tensor], dict[str, An
     carried = tuple(
         (uid, add(uid, "grad", f"grad.{uid:016x}", tensor)) for uid, tensor in state.carried.items()
     )
-    carried += tuple((uid, -2) for uid in sorted(state.lost))
+    carried += tuple((uid, LOST) for uid in sorted(state.lost))
     return slots, tensors, {"optimizers": tuple(optimizers), "carried": carried}
 
 

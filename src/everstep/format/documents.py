@@ -25,6 +25,8 @@ RANKS = "ranks"
 FINE_PIECES = "fine-pieces"
 """Feature of a run with checksums of fine pieces: who knows only those of 2^19 elements would take it for damaged."""
 KNOWN = frozenset((RANKS, FINE_PIECES))
+LOST = -2
+"""In the place of a gradient that was left on its parameter and could not be stored (`carried`)."""
 
 
 class RunDocument(msgspec.Struct):

@@ -23,7 +23,7 @@ from everstep.atoms import Layout, piece_elements, state_uid
 from everstep.errors import AuditError, CorruptionError, MismatchError, UnprovenWarning
 from everstep.fingerprint import differences, fingerprint
 from everstep.fold import Folder, Live, OptimizerState, Ranges, State, Window
-from everstep.format.documents import Manifest, StoredTensor
+from everstep.format.documents import LOST, Manifest, StoredTensor
 from everstep.frame import Footer, SetGroups, SetLayout, audit_entries
 from everstep.memory import dtype_named, plain, view_bytes, with_strides
 from everstep.naming import UNDECLARED, Declared
@@ -376,7 +376,7 @@ def state_of(manifest: Manifest, tensors: list[torch.Tensor]) -> State:
         for uid, index in manifest.carried
         if index >= -1
     }
-    lost = {uid for uid, index in manifest.carried if index == -2}
+    lost = {uid for uid, index in manifest.carried if index == LOST}
     return State(
         manifest.step, manifest.layout, atoms, optimizers, carried, lost, bases.cursor_of(manifest),
         is_part=manifest.part is not None,
