@@ -185,7 +185,8 @@ class Run:
             return capture.step
         begun = time.perf_counter()
         stalled = capture.stall_s
-        self._look_at_errors(capture)
+        if self._unprotected_since is not None or capture.errors():
+            self._look_at_errors(capture)
         if capture.commit(self._cursor):
             self._commits += 1
             self._after_commit(capture)

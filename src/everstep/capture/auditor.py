@@ -5,8 +5,9 @@ every step; optimizer state too as often as a small share of training's time all
 where it is too large for that. The training thread ends the window before the next update; it waits only for parameters,
 and in practice never.
 
-Waking a thread takes 30 µs of whoever does it. So the training thread leaves the job where the writer's, which is busy
-with the same step, finds it and passes it on (`wake`).
+The writer's thread does it (`run`), which is busy with the same step: two threads that want the core beside training would
+each hold Python's lock while the other one runs, and training waits for that lock. Where the writer is a step behind or waits
+for its disk for long, or somebody waits for the hashes, a thread of the audit's own takes over (`wake`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from everstep.capture.watch import StateLook, Watched
 
 ALWAYS_BYTES = 4 << 20
 """Optimizer state up to this size is hashed at every step."""
+LATE = 0.25
+"""Of a step after its commit: if the writer has not come to it by then, the audit's own thread begins."""
 UNHURRIED_BYTES = 64 << 20
 """Up to this size until the next update comes; above that for a share of training's time."""
 MAX_BURST = 0.5
@@ -35,7 +38,7 @@ _Job = tuple[Audit, list[Watched], list[int], list[Watched], list[StateLook], fl
 
 
 class Auditor:
-    """One thread that hashes the state of one step at a time."""
+    """Hashes the state of one step at a time."""
 
     def __init__(self, *, full: bool, share: float = 0.02) -> None:
         """`full`: everything at every step, whatever it costs. `share`: of training's time for optimizer state."""
@@ -49,26 +52,48 @@ class Auditor:
         self._saved_s = self._pass_s = 0.0
         self._known: dict[int, int] = {}
         self.error: BaseException | None = None
+        self._due = 0.0
         self.busy_s = self.cpu_s = 0.0
+        """Of all threads that have hashed; and of the audit's own."""
+        self.lent_s = 0.0
+        """Of `busy_s`, in others."""
         self._thread = background.start(self._run, "everstep-audit")
 
     def begin(
         self, audit: Audit, must: list[Watched], versions: list[int], may: list[Watched], looks: list[StateLook],
         step_s: float, known: _Known = (),
     ) -> None:  # fmt: skip
-        """Hash S(step) as soon as somebody calls wake(). Called at the commit; `versions` are those of `must` then, and
-        `known` tells some of `may`'s."""
+        """Hash S(step) as soon as somebody calls run() or wake(). Called at the commit; `versions` are those of `must` then,
+        and `known` tells some of `may`'s."""
         self._current = audit
         self._cut = self._hurry = False
+        self._due = time.perf_counter() + LATE * step_s
         self._left.append((audit, must, versions, may, looks, step_s, known))
 
+    def run(self) -> None:
+        """Do what begin() has left, if nobody has begun it (any thread)."""
+        job = self._take()
+        if job is not None:
+            begun = time.perf_counter()
+            self._do(job)
+            self.lent_s += time.perf_counter() - begun
+
     def wake(self) -> None:
-        """Start what begin() has left (any thread)."""
-        if self._left:
-            try:
-                self._jobs.put(self._left.popleft())
-            except IndexError:  # another thread has just done it
-                return
+        """Have another thread do it (any thread)."""
+        job = self._take()
+        if job is not None:
+            self._jobs.put(job)
+
+    def wake_if_late(self) -> None:
+        """The same, if the next update may be near (any thread)."""
+        if self._left and time.perf_counter() > self._due:
+            self.wake()
+
+    def _take(self) -> _Job | None:
+        try:
+            return self._left.popleft()
+        except IndexError:  # another thread has it
+            return None
 
     def hurry(self) -> None:
         """Somebody waits for the frame: leave to the next steps what is looked at in rotation anyway."""
@@ -98,20 +123,25 @@ class Auditor:
             job = self._jobs.get()
             if job is None:
                 return
-            audit = job[0]
-            try:
-                self._hash(*job)
-            except BaseException as e:
-                self.error = e
-            finally:
-                audit.must_done.set()
-                audit.done.set()
+            self._do(job)
+            self.cpu_s = time.thread_time()
+
+    def _do(self, job: _Job) -> None:
+        begun = time.perf_counter()
+        audit = job[0]
+        try:
+            self._hash(*job)
+        except BaseException as e:
+            self.error = e
+        finally:
+            audit.must_done.set()
+            audit.done.set()
+            self.busy_s += time.perf_counter() - begun
 
     def _hash(
         self, audit: Audit, must: list[Watched], versions: list[int], may: list[Watched], looks: list[StateLook],
         step_s: float, known: _Known,
     ) -> None:  # fmt: skip
-        begun = time.perf_counter()
         self._known = {id(t): version for each in known for t, version in zip(*each, strict=True)}
         complete = True
         edited = [look for look in looks if not look.run()]
@@ -131,8 +161,6 @@ class Auditor:
         if may:
             complete &= self._hash_some(audit, may, step_s, unhurried=self._full or may_bytes <= UNHURRIED_BYTES)
         audit.complete = complete
-        self.busy_s += time.perf_counter() - begun
-        self.cpu_s = time.thread_time()
 
     def _hash_some(self, audit: Audit, may: list[Watched], step_s: float, *, unhurried: bool) -> bool:
         """Hash as much of this as can be afforded, in turn; returns whether that was all."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from everstep.capture.snapshot import COPY_AT_ONCE_BYTES, Snapshot
 from everstep.capture.strays import Strays
 from everstep.capture.structure import Structure
 from everstep.capture.tap import Tap
+from everstep.capture.usual import Usual
 from everstep.capture.watch import Watch
 from everstep.errors import HiddenEditWarning
 from everstep.format.documents import LOST, TRAINER
@@ -64,13 +65,16 @@ class Capture(Recorder):
         }  # fmt: skip
         self._strays = Strays(inventory)
         self._watch = Watch(inventory, self._optimizers)
+        only = next(iter(self.taps.values())) if len(self.taps) == 1 else None
+        self._usual = None if only is None else Usual(only, self._watch, self._structure, self._strays)
         self._auditor = Auditor(full=full_audit)
         self._watch.end_audit = self._auditor.end
         self.offload = Offload(
             log, inventory.layout, write_layout, durability=durability, batch_steps=batch_steps,
             max_inflight_steps=max_inflight_steps, max_inflight_bytes=max_inflight_bytes, ledger=self.ledger,
         )  # fmt: skip
-        self.offload.meanwhile = self._auditor.wake
+        self.offload.meanwhile = self._auditor.wake_if_late
+        self.offload.before_end = self._auditor.run
         self._residual_interval = residual_interval
         self._updates = 0
         self._overwrites = 0
@@ -152,7 +156,42 @@ class Capture(Recorder):
 
     def commit(self, cursor: Callable[[], dict[str, Any]]) -> bool:
         """Close the frame of the next step, if anything happened. Returns whether it did."""
-        taps = [tap for tap in self.taps.values() if not tap.has_nothing_to_tell()]
+        if self._usual is not None and self._usual.holds():
+            taps: Collection[Tap] = ()
+        else:
+            taps = self.taps.values()
+            self._look(taps)
+            if not self._updates:
+                if not self._overwrites or self._destination.is_shared:
+                    return False
+                if any(tap.accumulating() for tap in taps):
+                    return False  # the gradients of an accumulation are not in any frame: wait for its update
+        now = cursor()  # may raise (an extra's state_dict): then everything stays pending
+        for item in self._strays.carried() if taps else ():
+            self.put(item)
+        for tap in taps:
+            for item in (*tap.changed_groups(), *tap.carried()):
+                self.put(item)
+        if self._residuals or self._kept:
+            self._tell_residuals()
+        self.step += 1
+        self._updates = self._overwrites = 0
+        audit = self._audit()
+        self.offload.commit(PendingCommit(self.step, now, audit, time.time_ns(), (self._cursor, self._last_audit)))
+        self._cursor, self._last_audit = now, audit
+        if self.offload.is_behind:
+            self._auditor.wake()
+        self._watch.after_commit()
+        for tap in self.taps.values():
+            tap.after_commit()
+        self.count_time()
+        if not self.offload.has_room():
+            self.settle()
+            self.stall_s += self.offload.wait_for_room()
+        return True
+
+    def _look(self, taps: Collection[Tap]) -> None:
+        """Put into the frame whatever has changed since the last look."""
         for tap in taps:
             self._updates += tap.reset_after_exception()
         for item in self._watch.at_commit():
@@ -164,32 +203,6 @@ class Capture(Recorder):
             if tap.results_due:
                 self._store_results(tap)
         self._warn_hidden()
-        if not self._updates:
-            if not self._overwrites or self._destination.is_shared:
-                return False
-            if any(tap.accumulating() for tap in self.taps.values()):
-                return False  # the gradients of an accumulation are not in any frame: wait for its update
-        now = cursor()  # may raise (an extra's state_dict): then everything stays pending
-        for item in self._strays.carried():
-            self.put(item)
-        for tap in taps:
-            for item in (*tap.changed_groups(), *tap.carried()):
-                self.put(item)
-        self._tell_residuals()
-        self.step += 1
-        self._updates = self._overwrites = 0
-        pending = PendingCommit(self.step, now, self._audit(), time.time_ns(), self._cursor)
-        self._cursor = now
-        self.offload.commit(pending)
-        self._last_audit = pending.audit
-        self._watch.after_commit()
-        for tap in self.taps.values():
-            tap.after_commit()
-        self.count_time()
-        if not self.offload.has_room():
-            self.settle()
-            self.stall_s += self.offload.wait_for_room()
-        return True
 
     def _tell_residuals(self) -> None:
         self._keep_residuals()
@@ -427,13 +440,16 @@ class Capture(Recorder):
 
     def errors(self) -> list[BaseException]:
         """What went wrong in the background, the first first."""
+        snapshot = self.snapshot
+        if self.offload.error is None and self._auditor.error is None and (snapshot is None or snapshot.error is None):
+            return []  # what is usual, at every commit
         found = [self.offload.error, self._auditor.error]
         if self.snapshot is not None:
             found.append(self.snapshot.error)
         return [e for e in found if e is not None]
 
     def background_s(self) -> dict[str, float]:
-        return {"write": self.offload.busy_s, "audit": self._auditor.busy_s}
+        return {"write": self.offload.busy_s - self._auditor.lent_s, "audit": self._auditor.busy_s}
 
     def background_cpu_s(self) -> float:
         """Processor time of the threads that write and hash."""

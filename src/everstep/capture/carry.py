@@ -56,10 +56,6 @@ class Carry:
         """Whether gradients that are on parameters at a commit can be taken for ones that will be dropped."""
         return not self._stay and self._num_seen >= 2
 
-    @property
-    def has_told_of_none(self) -> bool:
-        return not (self._kinds or self.left)
-
     def late(self, held: Held) -> None:
         """The next update comes and its predecessor's gradients are still there: they belong to the last commit's state."""
         if self.left and held.seal is not None and held.attached():

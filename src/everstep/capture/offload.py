@@ -6,6 +6,7 @@ thread waits, and that time is counted as stall.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import queue
 import threading
@@ -31,6 +32,10 @@ from everstep.store.log import LogWriter
 from everstep.tune.averages import Spent
 
 DURABILITIES = ("step", "batch", "os")
+POLLED_S = (0.05, 1.0)
+"""Where updates are so far apart, the writer is awake when the next is due."""
+_POLLED_SHARE, _POLLS = 0.1, 24
+"""For this share of the time between two updates, half of it before the next is due, it looks so many times."""
 
 
 @dataclass
@@ -87,6 +92,9 @@ class Offload:
         """Written by the training thread alone; what is done, by the writer's: so neither needs a lock."""
         self._done_steps = self._done_bytes = 0
         self._frame: _Open | None = None
+        self._usual_s = 0.0
+        """From one update to the next; 0: not known."""
+        self._last_update = time.perf_counter()
         self._unsynced = 0
         self.written_step = -1
         """Every frame of this writer up to this step is with the operating system: it survives the process."""
@@ -97,6 +105,8 @@ class Offload:
         self.on_durable: Callable[[int], None] = lambda step: None
         self.meanwhile: Callable[[], None] = lambda: None
         """Called often while the writer thread works."""
+        self.before_end: Callable[[], None] = lambda: None
+        """Called in the writer thread when all of a frame but its end is written, or would be."""
         self.on_part: Callable[[], None] = lambda: None
         """Some gradients of the open frame have been written before their step."""
         self.error: BaseException | None = None
@@ -142,6 +152,11 @@ class Offload:
         """Nothing that was handed over since the last commit has happened. Its records stay, and no operation means them."""
         self._jobs.put(_Discard())
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether the writer is still busy with a step before the last."""
+        return self._handed_steps - self._done_steps > 1
+
     def has_room(self) -> bool:
         steps, num_bytes = self.inflight()
         return steps < self._max_steps and (num_bytes <= self._max_bytes or steps == 0)
@@ -180,9 +195,32 @@ class Offload:
 
     # -- writer thread ------------------------------------------------------------------------------------------------
 
+    def _next(self) -> _Job:
+        """Wait for the next job. To wake a thread takes 30 µs of whoever does it, which is the training thread: so this one
+        gets up by itself when an update is due, and looks from time to time until it is there."""
+        usual_s, jobs = self._usual_s, self._jobs
+        window_s = _POLLED_SHARE * usual_s
+        early_s = self._last_update + usual_s - window_s / 2 - time.perf_counter()
+        if not (POLLED_S[0] <= usual_s <= POLLED_S[1] and early_s > 0):
+            return jobs.get()
+        with contextlib.suppress(queue.Empty):
+            return jobs.get(timeout=early_s)
+        for _ in range(_POLLS):
+            if not jobs.empty():
+                break
+            time.sleep(window_s / _POLLS)
+        return jobs.get()
+
+    def _saw_update(self) -> None:
+        """At the first part of a frame: how far apart they are."""
+        now, usual_s = time.perf_counter(), self._usual_s
+        took, self._last_update = now - self._last_update, now
+        # A pause (validation, a debugger) is no step.
+        self._usual_s = 0.8 * usual_s + 0.2 * min(took, 2 * usual_s) if usual_s else took
+
     def _run(self) -> None:
         while True:
-            job = self._jobs.get()
+            job = self._next()
             self.meanwhile()
             if isinstance(job, _Stop):
                 self._stop(job.finish)
@@ -202,6 +240,8 @@ class Offload:
                         self._log.sync_if_open()
                 elif self.error is None:
                     self._write(job)
+                elif isinstance(job, PendingCommit):
+                    self.before_end()  # nobody has to wait for it at the next update
             except BaseException as e:
                 self._fail(e)
             finally:
@@ -249,6 +289,7 @@ class Offload:
 
     def _open(self, step: int) -> _Open:
         if self._frame is None:
+            self._saw_update()
             self._log.begin(step, self._layout.id, self.claim())
             self._encoder.begin_frame()
             self._frame = _Open(step, [], [])
@@ -256,6 +297,7 @@ class Offload:
 
     def _finish(self, job: PendingCommit) -> None:
         frame = self._open(job.step)
+        self.before_end()
         for index, seal in frame.seals:
             seal.wait()
             for item in seal.also:

@@ -204,4 +204,4 @@ class PendingCommit:
     audit: Audit
     wall_time_ns: int
     previous: Any = None
-    """The cursor before, which is freed with this."""
+    """The cursor and the audit before, which are freed with this."""

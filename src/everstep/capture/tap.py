@@ -649,24 +649,6 @@ class Tap:
         params = self.params if len(self.params) <= LOOK_AT_ONCE else (self.params[0], self.params[-1])
         return any(p.grad is not None for p in params)
 
-    def has_nothing_to_tell(self) -> bool:
-        """At a commit: whether the update was taken as usual, its gradients are gone, and the groups are as they were."""
-        held = self._held
-        return (
-            self._usual
-            and self._depth == 0
-            and not self.results_due
-            and self.carry.is_rare
-            and self.carry.has_told_of_none
-            and held is not None
-            and held.seal is not None
-            and held.seal.dropped.is_set()
-            and self.updates != self._told_updates
-            and not self._has_gradients()
-            and not self.groups_changed()
-            and self._hyper_is_same()
-        )
-
     def after_commit(self) -> None:
         """What has been told of is told."""
         self._told_updates = self.updates

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
 from itertools import chain
-from operator import add, attrgetter, is_
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -344,11 +344,8 @@ class Watch:
 
     def at_commit(self) -> list[Item]:
         """What changed since the last boundary, copied."""
-        if not self._calm or not self._as_expected():
-            items = self._check_all() if self._precise() else self._check_expected()
-            self._calm = not (items or self._slice or self._precise())
-        else:
-            items = []
+        items = self._check_all() if self._precise() else self._check_expected()
+        self._calm = not (items or self._slice or self._precise())
         for pack in self._small:
             items += pack.changes()
             self.reshaped |= pack.reshaped
@@ -371,26 +368,6 @@ class Watch:
                 if w.tensor._version != version and w.owner is not None:
                     changed.add(w.owner[1])
         return changed
-
-    def _as_expected(self) -> bool:
-        """Whether all counters are where one update of one optimizer brings them: what is usual, found out quickly."""
-        updated = [name for name, count in self._updates.items() if count]
-        if len(updated) != 1 or self._updates[updated[0]] != 1:
-            return False
-        for name, optimizer in self._optimizers.items():
-            if len(optimizer.state) != self._state_sizes[name] or self._looks_here(name):
-                return False
-        delta = self._deltas[updated[0]]
-        if delta is None:
-            return False
-        versions = list(map(_versions, self._param_tensors))
-        expected = list(map(add, self._versions, delta.tensors)) if delta.moves_tensors else self._versions
-        if versions != expected or list(map(_pointers, self._param_tensors)) != self._pointers:
-            return False
-        self._versions = versions
-        self._updates[updated[0]] = 0
-        self._unread_updates[updated[0]] += 1
-        return True
 
     def _looks_here(self, name: str) -> bool:
         """Whether the training thread compares this optimizer's state at each commit: few tensors, or an audit that is

@@ -1,0 +1,83 @@
+"""One look at a commit that tells whether the step was like all others.
+
+After a step the caches are full of tensors, and every function that is called costs more than what it does (decision 0008).
+So what tap, watch and structure ask at a commit is asked here once more, all of it in one function. If it holds, they have
+nothing to tell; if anything is out of the ordinary, they are asked themselves, from the beginning.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+from operator import add, attrgetter, is_
+
+import torch
+
+from everstep.capture import tap as taps
+from everstep.capture import watch as watches
+from everstep.capture.strays import Strays
+from everstep.capture.structure import Structure
+from everstep.capture.tap import Tap
+from everstep.capture.watch import Watch
+
+_versions, _requires_grad = attrgetter("_version"), attrgetter("requires_grad")
+_pointers = torch.Tensor.data_ptr
+
+
+class Usual:
+    """The usual step of a model with one optimizer and many tensors, without small buffers. Training thread."""
+
+    def __init__(self, tap: Tap, watch: Watch, structure: Structure, strays: Strays) -> None:
+        self._tap, self._watch, self._structure, self._strays = tap, watch, structure, strays
+        self._name = tap.name
+
+    def holds(self) -> bool:
+        """Whether there was one update since the last commit, taken by reference, its gradients are gone, and neither groups
+        nor tensors nor modules have been changed. Then that update counts as looked at."""
+        tap, watch, structure, name = self._tap, self._watch, self._structure, self._name
+        held, carry, params = tap._held, tap.carry, tap.params
+        if not (tap._usual and held is not None and held.seal is not None and held.seal.dropped.is_set()):
+            return False
+        if tap._depth or tap.results_due or tap._is_wrapped or tap.updates != tap._told_updates + 1:
+            return False
+        if carry._kinds or carry.left or carry._stay or carry._num_seen < 2:
+            return False
+        if len(params) <= taps.LOOK_AT_ONCE or params[0].grad is not None or params[-1].grad is not None:
+            return False
+        delta, optimizer = watch._deltas[name], tap.optimizer
+        if not watch._calm or watch._small or watch.reshaped or watch.hidden_edits or watch._updates[name] != 1:
+            return False
+        if delta is None or watch._whole_slice or len(watch._state_tensors[name]) <= watches.LOOK_HERE_TENSORS:
+            return False
+        if len(optimizer.state) != watch._state_sizes[name] or self._strays._params or self._strays._told:
+            return False
+
+        groups = optimizer.param_groups
+        values, lists = list(chain.from_iterable(map(dict.values, groups))), [g["params"] for g in groups]
+        if not tap._hyper_is_fixed or tap._hyper_bytes is None or len(values) != len(tap._hyper_values):
+            return False
+        if not all(map(is_, values, tap._hyper_values)) or list(map(len, lists)) != tap.group_sizes:
+            return False
+        if not all(map(is_, chain.from_iterable(lists), tap._all)):
+            return False
+
+        tensors, expected = watch._param_tensors, watch._versions
+        versions = list(map(_versions, tensors))
+        if versions != (list(map(add, expected, delta.tensors)) if delta.moves_tensors else expected):
+            return False
+        if list(map(_pointers, tensors)) != watch._pointers:
+            return False
+
+        if structure._registrations.seen:
+            return False
+        holders, keys, hung, containers, lengths = next(structure._parts)
+        if not (
+            all(map(is_, map(dict.get, holders, keys), hung))
+            and list(map(len, containers)) == lengths
+            and list(map(_requires_grad, structure._flags_of)) == structure._flags
+        ):
+            structure._registrations.seen = True  # this part's turn is over: all of them are looked at
+            return False
+        watch._versions = versions
+        watch._updates[name] = 0
+        watch._unread_updates[name] += 1
+        return True
