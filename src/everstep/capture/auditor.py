@@ -6,8 +6,8 @@ where it is too large for that. The training thread ends the window before the n
 and in practice never.
 
 The writer's thread does it (`run`), which is busy with the same step: two threads that want the core beside training would
-each hold Python's lock while the other one runs, and training waits for that lock. Where the writer is a step behind or waits
-for its disk for long, or somebody waits for the hashes, a thread of the audit's own takes over (`wake`).
+each hold Python's lock while the other one runs, and training waits for that lock. Where the writer is a step behind or
+waits for its disk for long, or somebody waits for the hashes, a thread of the audit's own takes over (`wake`).
 """
 
 from __future__ import annotations
@@ -188,18 +188,15 @@ class Auditor:
 def hash_replicas(audit: Audit) -> None:
     """Of parameters that other ranks store: what their hashes will be compared with."""
     for w in audit.replica_targets:
-        audit.replicas += [
-            (w.uid, low // w.piece_bytes, w.hash_range(low, high)) for _, low, high in w.piece_ranges()
-        ]
+        audit.replicas += [(w.uid, piece, value) for piece, value in enumerate(w.piece_hashes())]
     audit.replica_targets = []
 
 
 def _hash_one(audit: Audit, w: Watched, version: int | None = None) -> bool:
     """Add the hashes of one tensor, unless it was changed since it had this version. Returns whether they were added."""
     version = w.tensor._version if version is None else version
-    sums = [(low // w.piece_bytes, w.hash_range(low, high)) for _, low, high in w.piece_ranges()]
+    hashes = w.piece_hashes()
     if w.tensor._version != version:
         return False
-    for piece, value in sums:
-        audit.add(w.uid, piece, value)
+    audit.add_all(w.uid, hashes)
     return True

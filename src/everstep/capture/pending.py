@@ -189,6 +189,12 @@ class Audit:
         """Parameters that another rank stores, a few at each step, and (uid, piece, hash) of them."""
         self.replicas: list[tuple[int, int, int]] = []
 
+    def add_all(self, uid: int, hashes: list[int]) -> None:
+        """Of all pieces of an atom."""
+        self.uids += [uid] * len(hashes)
+        self.pieces += range(len(hashes))
+        self.hashes += hashes
+
     def add(self, uid: int, piece: int, value: int) -> None:
         self.uids.append(uid)
         self.pieces.append(piece)

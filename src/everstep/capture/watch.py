@@ -88,7 +88,9 @@ def _moved(versions: list[int], delta: list[int], num_updates: int) -> list[int]
 class Watched:
     """One dense tensor whose bytes can be hashed."""
 
-    __slots__ = ("alias", "data", "fine", "itemsize", "label", "owner", "piece_bytes", "tensor", "uid", "volatile")
+    __slots__ = (
+        "_pieces", "alias", "data", "fine", "itemsize", "label", "owner", "piece_bytes", "tensor", "uid", "volatile",
+    )  # fmt: skip
 
     def __init__(
         self, uid: int, tensor: torch.Tensor, label: str, owner: tuple[str, int, str] | None, fine: bool = False
@@ -109,6 +111,7 @@ class Watched:
         self.piece_bytes = piece_elements(tensor.numel(), fine=self.fine) * self.itemsize
         ordinary = tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
         self.data: Bytes | None = view_bytes(self.alias) if ordinary else None
+        self._pieces: list[tuple[Bytes, int]] | None = None
 
     def bytes(self) -> Bytes:
         return self.data if self.data is not None else view_bytes(plain(self.alias))
@@ -126,6 +129,16 @@ class Watched:
     def hash_range(self, low: int, high: int) -> int:
         """Of bytes [low, high); equals the audit's hash where that is a whole piece."""
         return piece_sum(self.bytes()[low:high], self.uid, low // self.itemsize)
+
+    def piece_hashes(self) -> list[int]:
+        """Of every piece, in order (any thread)."""
+        pieces = self._pieces
+        if pieces is None:
+            data = self.bytes()
+            pieces = [(data[low:high], self.uid + low // self.itemsize) for _, low, high in self.piece_ranges()]
+            if self.data is not None:
+                self._pieces = pieces  # the next time there is nothing to do but to hash
+        return [piece_sum(data, key, 0) for data, key in pieces]
 
     def copy(self) -> torch.Tensor:
         return self.tensor.detach().clone()
