@@ -21,7 +21,7 @@ import torch
 from everstep import tree
 from everstep.atoms import Layout, OptimizerSpec
 from everstep.fold.apply import unhooked_step
-from everstep.fold.cut import ELEMENTWISE, LARGE_UNIT_ELEMENTS, UNIT_ELEMENTS, TilePlan
+from everstep.fold.cut import ELEMENTWISE, TilePlan
 from everstep.fold.state import Live, OptimizerState, Ranges, State, Window, class_name, find_class, register
 from everstep.fold.tiles import Source, Unit, run_units
 from everstep.fold.whole import Whole
@@ -105,7 +105,7 @@ class Folder:
 
     def _fold_tiled(self, state: State, frames: Sequence[FrameData]) -> None:
         """All of `frames` hold only updates, tensors, groups and carried gradients."""
-        plan = TilePlan(state, frames, LARGE_UNIT_ELEMENTS if self._num_workers == 1 else UNIT_ELEMENTS)
+        plan = TilePlan(state, frames)
         for name, tiles in plan.whole.items():
             state.need_all()
             with _threads(self._num_threads):

@@ -26,9 +26,8 @@ ELEMENTWISE = frozenset(
     )
 )  # fmt: skip
 UNIT_ELEMENTS = 1 << 19
-"""Tiles are taken together up to about this many elements: they follow each other in a frame and are read at once."""
-LARGE_UNIT_ELEMENTS = 2 << 20
-"""The same for one worker, which does not hurry and should ask the disk for as few and as large parts as it can."""
+"""Tiles are taken together up to about this many elements: they follow each other in a frame and are read at once, and what
+a step reads and writes of them stays in the cache."""
 _TILED_DTYPES = (torch.float32, torch.float64)
 
 
@@ -46,9 +45,8 @@ class Tile:
 class TilePlan:
     """Which parameters are cut and which are not, and the hyperparameters at each update of a row of frames."""
 
-    def __init__(self, state: State, frames: Sequence[FrameData], unit_elements: int = UNIT_ELEMENTS) -> None:
+    def __init__(self, state: State, frames: Sequence[FrameData]) -> None:
         self.frames = frames
-        self._unit_elements = unit_elements
         self.events: list[tuple[int, Op]] = []
         self.grads: dict[int, dict[int, Gradient]] = {}
         """By event index: the gradients of that update."""
@@ -107,7 +105,7 @@ class TilePlan:
                 continue
             self.in_units.update(uid for params in optimizer.params for uid in params)
             for tiles in self._tiles(state, name, optimizer):
-                self.tiled += [(name, unit) for unit in _units(tiles, self._unit_elements)]
+                self.tiled += [(name, unit) for unit in _units(tiles, UNIT_ELEMENTS)]
 
     def _tiles(self, state: State, name: str, optimizer: OptimizerState) -> tuple[list[Tile], list[Tile]]:
         """Those in records of their own, and the small ones that share a record; what cannot be cut goes to `whole`."""
