@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from everstep.capture import watch
 from everstep.capture.auditor import Auditor
 from everstep.capture.pending import Audit
 from everstep.capture.watch import Watched
+from everstep.store import files
 from truth import Truth, check_history, crash
 
 
@@ -66,6 +68,64 @@ def test_who_ends_the_window_starts_what_nobody_has_started(auditor: Auditor) ->
     auditor.begin(audit, watched(2), [0, 0], [], [], 1.0)
     assert auditor.end() > 0.0
     assert audit.done.is_set() and audit.uids == [0, 1]
+
+
+def test_whoever_comes_first_hashes_and_nobody_a_second_time(auditor: Auditor) -> None:
+    audit = Audit()
+    auditor.begin(audit, watched(2), [0, 0], [], [], 1.0)
+    auditor.run()  # in this thread
+    assert audit.done.is_set() and 0.0 < auditor.busy_s <= auditor.lent_s
+    auditor.run()
+    auditor.wake()
+    assert auditor.end() == 0.0
+    assert audit.uids == [0, 1]
+
+
+def test_the_audits_own_thread_begins_when_a_quarter_of_a_step_is_over_and_the_writer_has_not_come_to_it(
+    auditor: Auditor,
+) -> None:
+    audit = Audit()
+    auditor.begin(audit, watched(2), [0, 0], [], [], 1000.0)
+    auditor.wake_if_late()
+    assert len(auditor._left) == 1
+    auditor._due = time.perf_counter() - 1.0
+    auditor.wake_if_late()
+    audit.done.wait()
+    assert audit.uids == [0, 1] and auditor.lent_s == 0.0
+
+
+def test_a_step_behind_a_slow_disk_is_hashed_before_the_disk_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next update waits for hashes, and must not wait for a disk."""
+    monkeypatch.setattr(watch, "SLICE_BYTES", 0)
+    monkeypatch.setattr(watch, "SLICED_UP_TO_BYTES", 0)
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    run = everstep.attach(model, optimizer, tmp_path / "run", quiet=True, follower=False, max_inflight_steps=8)
+    truth = Truth(run, model, optimizer)
+    truth.resume()
+    may_sync = threading.Event()
+    may_sync.set()
+
+    def fault(op: str, path: str) -> None:
+        if op == "sync" and path.endswith(".frames"):
+            may_sync.wait(30)
+
+    with files.observe(fault=fault):
+        for t in range(10):
+            if t == 6:
+                run.flush()
+                may_sync.clear()
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            truth.commit()
+        assert run.durable_step == 6 and run.stats()["stall_s"] < 10.0
+        may_sync.set()
+        run.flush()
+    crash(run)
+    check_history(tmp_path / "run", truth)
 
 
 @pytest.mark.parametrize("accumulates", [True, False], ids=["accumulates", "overwrites"])

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 import everstep
-from everstep.capture import held, tap, watch
+from everstep.capture import held, tap, usual, watch
 from everstep.errors import AuditError, InexactWarning
 from truth import Truth, check_history, check_resume, crash, different, equal, gate, slow
 
@@ -356,6 +356,43 @@ def test_updates_that_are_like_those_before_them_are_taken_without_a_second_look
     truth = train(tmp_path / "run", adamw_fused, "released", clean=0, steps=20)
     check_history(tmp_path / "run", truth)
     assert any(taken)
+
+
+@pytest.mark.parametrize("make", [sgd, adamw_fused])
+def test_commits_of_steps_that_are_like_those_before_them_take_one_look(
+    make: Any, as_if_large: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    held_so: list[bool] = []
+    plain = usual.Usual.holds
+    monkeypatch.setattr(usual.Usual, "holds", lambda self: held_so.append(plain(self)) or held_so[-1])
+    model, optimizer = make()
+    run = everstep.attach(model, optimizer, tmp_path / "run", quiet=True, follower=False)
+    truth = Truth(run, model, optimizer)
+    truth.resume()
+    trainer = Trainer(model, optimizer)
+    params = list(model.parameters())
+    edits: dict[int, Callable[[], object]] = {
+        33: lambda: params[0].requires_grad_(False),
+        36: lambda: params[0].requires_grad_(True),
+        39: lambda: setattr(params[1], "data", params[1].data * 0.5),
+        42: lambda: optimizer.param_groups[0].update(lr=0.01),
+    }
+    for t in range(45):
+        trainer.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            if t == 27:
+                params[0].mul_(0.5)
+            if t in edits:
+                edits[t]()
+        truth.commit()
+        run.flush()
+    crash(run)
+    check_history(tmp_path / "run", truth)
+    assert any(held_so)
+    for t in (27, 33, 36, 39, 42):
+        assert not held_so[t], t
 
 
 @pytest.mark.parametrize("is_writer_free", [True, False])
