@@ -36,6 +36,9 @@ POLLED_S = (0.05, 1.0)
 """Where updates are so far apart, the writer is awake when the next is due."""
 _POLLED_SHARE, _POLLS = 0.1, 24
 """For this share of the time between two updates, half of it before the next is due, it looks so many times."""
+_DISTURBED_S = 0.001
+"""Who wakes up so late has waited for Python's lock, and so for a training thread that does not run without it: it is left
+alone then."""
 
 
 @dataclass
@@ -205,10 +208,14 @@ class Offload:
             return jobs.get()
         with contextlib.suppress(queue.Empty):
             return jobs.get(timeout=early_s)
+        pause_s = window_s / _POLLS
         for _ in range(_POLLS):
             if not jobs.empty():
                 break
-            time.sleep(window_s / _POLLS)
+            begun = time.perf_counter()
+            time.sleep(pause_s)
+            if time.perf_counter() - begun > pause_s + _DISTURBED_S:
+                break
         return jobs.get()
 
     def _saw_update(self) -> None:
