@@ -36,7 +36,7 @@ POLLED_S = (0.05, 1.0)
 """Where updates are so far apart, the writer is awake when the next is due."""
 _POLLED_SHARE, _POLLS = 0.1, 24
 """For this share of the time between two updates, half of it before the next is due, it looks so many times."""
-_DISTURBED_S = 0.001
+_DISTURBED_S = 0.004
 """Who wakes up so late has waited for Python's lock, and so for a training thread that does not run without it: it is left
 alone then."""
 
