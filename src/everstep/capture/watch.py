@@ -35,7 +35,7 @@ SLICE_RANGES = 4
 SLICED_UP_TO_BYTES = 256 * SLICE_BYTES
 """A larger state is not looked at in slices: they would take too long to come round. The audit covers it at every step."""
 LOOK_HERE_TENSORS = 96
-"""Optimizer state of more tensors than this is looked at by the audit's thread: on the training thread it takes too long."""
+"""Optimizer state of more tensors than this is looked at by the audit: on the training thread it takes too long."""
 MAX_SURPRISES = 3
 FULL_STEPS = 3
 REPLICA_BYTES = 1 << 20
@@ -311,7 +311,7 @@ class Watch:
     # -- boundaries ---------------------------------------------------------------------------------------------------
 
     def states_to_look_at(self) -> tuple[list[StateLook], list[tuple[list[torch.Tensor], list[int]]]]:
-        """What the audit's thread compares after this commit, in place of the training thread; and of optimizers that the
+        """What the audit compares after this commit, in place of the training thread; and of optimizers that the
         training thread has compared, the state tensors with their version counters."""
         looks: list[StateLook] = []
         known: list[tuple[list[torch.Tensor], list[int]]] = []
