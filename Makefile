@@ -29,6 +29,7 @@ $(STAMP): pyproject.toml Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet '$(TORCH)'
 	$(BIN)/python -m pip install --quiet '$(TORCH)' -e '.[dev]'
+	$(BIN)/everstep native || echo 'everstep works without its native part'
 	touch $@
 
 demo: $(STAMP)

@@ -21,6 +21,7 @@
     │   ├── LinkClosed               the connection ended, timed out or was never made
     │   └── LinkRefused              the other end says no, and why
     ├── UnsupportedValueError        a value that cannot be stored without pickle
+    ├── NativeBuildError             the native part could not be built here; nothing depends on it
     ├── LayerwiseError               parameters were updated in backward, and then training did something else
     └── UsageError                   a call at the wrong time or with wrong arguments
 
@@ -138,6 +139,10 @@ class UnsupportedValueError(EverstepError):
 
 class LayerwiseError(EverstepError):
     """Parameters were updated during backward, and what came before step() means another update than that."""
+
+
+class NativeBuildError(EverstepError):
+    """The native part could not be built. Everything works without it."""
 
 
 class UsageError(EverstepError, ValueError):

@@ -7,13 +7,11 @@ import functools
 import hashlib
 import random
 import sys
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-
-Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 
 def capture() -> dict[str, Any]:
@@ -38,9 +36,22 @@ _WORDS = 624
 _STATE_BYTES = 4 * (_WORDS + 1)
 
 
-def _view(address: int) -> Bytes:
-    memory: Any = (ctypes.c_char * _STATE_BYTES).from_address(address)
-    return np.frombuffer(memory, np.uint8)
+class _Words:
+    """The words and position of a Mersenne Twister, looked at in place."""
+
+    def __init__(self, address: int) -> None:
+        memory: Any = (ctypes.c_char * _STATE_BYTES).from_address(address)
+        self._now = memoryview(memory).cast("B").cast("I")
+        self._last = memoryview(b"").cast("I")
+        self.bytes = b""
+
+    def look(self) -> bool:
+        """Whether they are the same as at the last look; if not, `bytes` are what they are now."""
+        if self._now == self._last:
+            return True
+        self.bytes = self._now.tobytes()
+        self._last = memoryview(self.bytes).cast("I")
+        return False
 
 
 _rand: Any = np.random.mtrand._rand
@@ -50,48 +61,49 @@ class _Numpy:
     """numpy's global generator as it was when it was last asked."""
 
     generator: Any = None
-    view: Bytes | None = None
-    words = b""
+    words: _Words | None = None
     state: Any = None
 
 
 def _numpy_state() -> Any:
     """np.random.get_state(), which takes 40 µs, only if it can have changed since the last call.
 
-    The words and position of its Mersenne Twister are looked at in place. They stay the same when a normal deviate that
-    numpy held back is used up, so that a state that holds one is always read anew.
+    The words and position of its Mersenne Twister stay the same when a normal deviate that numpy held back is used up, so
+    that a state that holds one is always read anew.
     """
     generator = _rand._bit_generator
     if generator is not _Numpy.generator:
         is_twister = type(generator) is np.random.MT19937
         _Numpy.generator, _Numpy.state = generator, None
-        _Numpy.view = _view(generator.ctypes.state_address) if is_twister else None
-    words = b"" if _Numpy.view is None else _Numpy.view.tobytes()
-    if words and words == _Numpy.words and _Numpy.state is not None and not _Numpy.state[3]:
-        return _Numpy.state
-    _Numpy.words, _Numpy.state = words, np.random.get_state(legacy=True)
+        _Numpy.words = _Words(generator.ctypes.state_address) if is_twister else None
+    same, state = _Numpy.words is not None and _Numpy.words.look(), _Numpy.state
+    if same and state is not None and not state[3]:
+        return state
+    _Numpy.state = np.random.get_state(legacy=True)
     return _Numpy.state
 
 
 def _random_state() -> tuple[int, Any, float | None]:
     """random.getstate(), but with the position and the words as bytes where they can be read in place."""
-    view = _random_view()
-    if view is None:
+    words = _random_words()
+    if words is None:
         return random.getstate()
-    return _Random.VERSION, view.tobytes(), _Random.gauss_next
+    words.look()
+    return _Random.VERSION, words.bytes, _Random.gauss_next
 
 
 _Random: Any = random._inst
 
 
 @functools.cache
-def _random_view() -> Bytes | None:
+def _random_words() -> _Words | None:
     """Where CPython keeps the position and the words of random's generator; None if they are not there."""
     start, size = object.__basicsize__, _Random.__class__.__base__.__basicsize__
     if sys.implementation.name != "cpython" or size < start + _STATE_BYTES:
         return None
-    view = _view(id(_Random) + start)
-    return view if tuple(_in_order(view.tobytes())) == _Random.getstate()[1] else None
+    words = _Words(id(_Random) + start)
+    words.look()
+    return words if tuple(_in_order(words.bytes)) == _Random.getstate()[1] else None
 
 
 def _in_order(words: bytes) -> npt.NDArray[np.uint32]:

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from everstep import native
 from everstep.bench import machine, peers, statistics, workloads
 from everstep.bench.background import Follower, threads_cpu_s, until_idle
 from everstep.bench.progress import Progress, silent
@@ -229,7 +230,7 @@ def _whole(block_steps: int, settings: Settings) -> int:
 def _calibrate(copies: tuple[_Copy, _Copy]) -> int:
     """How many steps take BLOCK_S."""
     for copy in copies:
-        copy.train(2)
+        copy.train(4)  # a process's first steps are up to half as long again as later ones
     begun = time.perf_counter()
     for copy in copies:
         copy.train(2)
@@ -349,6 +350,7 @@ def _report(settings: Settings, totals: _Totals, copy: _Copy, block_steps: int, 
         "base_interval": interval,
         "durability": "step",
         "mode": settings.mode,
+        "native_part": native.look() is not None,
         "shadow": settings.shadow or ("local" if settings.mode == "shadow" else ""),
         "pool_file_system": machine.file_system(settings.pool or settings.folder or tempfile.gettempdir()),
         "snapshot_interval": totals.steps / totals.snapshots if totals.snapshots else None,

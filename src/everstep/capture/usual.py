@@ -12,6 +12,7 @@ from operator import add, attrgetter, is_
 
 import torch
 
+from everstep import native
 from everstep.capture import tap as taps
 from everstep.capture import watch as watches
 from everstep.capture.strays import Strays
@@ -29,6 +30,11 @@ class Usual:
     def __init__(self, tap: Tap, watch: Watch, structure: Structure, strays: Strays) -> None:
         self._tap, self._watch, self._structure, self._strays = tap, watch, structure, strays
         self._name = tap.name
+        self._native = native.look()
+        self._looked_at: list[torch.Tensor] = []
+        self._seen = b""
+        self._lists: tuple[object, ...] = ()
+        """What was compared, tensor by tensor, when `_seen` was taken."""
 
     def holds(self) -> bool:
         """Whether there was one update since the last commit, taken by reference, its gradients are gone, and neither groups
@@ -60,24 +66,52 @@ class Usual:
         if not all(map(is_, chain.from_iterable(lists), tap._all)):
             return False
 
+        if structure._registrations.seen or not self._tensors_are_as_expected(delta):
+            return False
+        holders, keys, hung, containers, lengths = next(structure._parts)
+        if not all(map(is_, map(dict.get, holders, keys), hung)) or list(map(len, containers)) != lengths:
+            structure._registrations.seen = True  # this part's turn is over: all of them are looked at
+            return False
+        watch._updates[name] = 0
+        watch._unread_updates[name] += 1
+        return True
+
+    def _tensors_are_as_expected(self, delta: watches.Delta) -> bool:
+        """Whether version counters are where one update has brought them, and pointers and flags are what they were."""
+        watch, structure, lists = self._watch, self._structure, self._lists
+        if lists and not delta.moves_tensors and all(map(is_, lists, self._compared())) and self._look() == self._seen:
+            return True
         tensors, expected = watch._param_tensors, watch._versions
         versions = list(map(_versions, tensors))
         if versions != (list(map(add, expected, delta.tensors)) if delta.moves_tensors else expected):
             return False
         if list(map(_pointers, tensors)) != watch._pointers:
             return False
-
-        if structure._registrations.seen:
+        if list(map(_requires_grad, structure._flags_of)) != structure._flags:
             return False
-        holders, keys, hung, containers, lengths = next(structure._parts)
-        if not (
-            all(map(is_, map(dict.get, holders, keys), hung))
-            and list(map(len, containers)) == lengths
-            and list(map(_requires_grad, structure._flags_of)) == structure._flags
-        ):
-            structure._registrations.seen = True  # this part's turn is over: all of them are looked at
-            return False
-        watch._versions = versions
-        watch._updates[name] = 0
-        watch._unread_updates[name] += 1
+        if delta.moves_tensors:
+            watch._versions = versions
+        elif self._native is not None:
+            self._remember()
         return True
+
+    def _compared(self) -> tuple[object, ...]:
+        """These lists are never written to: another look makes others."""
+        watch, structure = self._watch, self._structure
+        return watch._param_tensors, watch._versions, watch._pointers, structure._flags_of, structure._flags
+
+    def _remember(self) -> None:
+        """All is as expected: so it is as long as the same look at it sees the same."""
+        self._looked_at = list({id(t): t for t in (*self._watch._param_tensors, *self._structure._flags_of)}.values())
+        self._seen = self._look()
+        self._lists = self._compared() if self._seen else ()
+
+    def _look(self) -> bytes:
+        """Empty where that cannot be done: some have no memory, or no counter. Then it is not tried again."""
+        if self._native is None:
+            return b""
+        try:
+            return self._native(self._looked_at)
+        except RuntimeError:
+            self._native = None
+            return b""

@@ -45,7 +45,7 @@ _pointers = torch.Tensor.data_ptr
 
 
 @dataclass
-class _Delta:
+class Delta:
     """By how much one update of an optimizer moves version counters."""
 
     tensors: list[int]
@@ -158,7 +158,7 @@ class Watch:
         self._full_left = FULL_STEPS
         self._unstable: set[str] = set()
         """Optimizers whose effect on version counters cannot be foretold."""
-        self._deltas: dict[str, _Delta | None] = dict.fromkeys(optimizers)
+        self._deltas: dict[str, Delta | None] = dict.fromkeys(optimizers)
         self._updates = dict.fromkeys(optimizers, 0)
         """Since the last commit."""
         self._unread_updates = dict.fromkeys(optimizers, 0)
@@ -573,7 +573,7 @@ class Watch:
         self._versions, self._pointers = versions, pointers
         delta = None
         if same:
-            delta = _Delta(
+            delta = Delta(
                 [a - b for a, b in zip(versions, before[0], strict=True)],
                 [a - b for a, b in zip(self._state_versions[name], before[1], strict=True)],
             )

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from everstep.cli import bench, plan, plan_restore, shadow, steps, tune, verify
+from everstep.cli import bench, native, plan, plan_restore, shadow, steps, tune, verify
 from everstep.errors import EverstepError
 
 
@@ -57,6 +57,7 @@ app.command("plan-restore")(plan_restore.plan_restore)
 app.command("verify")(verify.verify)
 app.command("plan")(plan.plan)
 app.command("tune")(tune.tune)
+app.command("native")(native.native)
 app.command("shadow")(shadow.shadow)
 app.add_typer(bench.app, name="bench")
 
