@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 import everstep
+from everstep import native
 from everstep.capture import held, tap, usual, watch
 from everstep.errors import AuditError, InexactWarning
 from truth import Truth, check_history, check_resume, crash, different, equal, gate, slow
@@ -358,10 +359,22 @@ def test_updates_that_are_like_those_before_them_are_taken_without_a_second_look
     assert any(taken)
 
 
+@pytest.mark.parametrize("is_native", [True, False], ids=["native", "python"])
 @pytest.mark.parametrize("make", [sgd, adamw_fused])
 def test_commits_of_steps_that_are_like_those_before_them_take_one_look(
-    make: Any, as_if_large: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+    make: Any, is_native: bool, as_if_large: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
+    look, num_looks = native.look(), 0
+    if is_native and look is None:
+        pytest.skip("everstep native has not been run, or there is no C++ compiler")
+
+    def counted(tensors: list[torch.Tensor]) -> bytes:
+        nonlocal num_looks
+        num_looks += 1
+        assert look is not None
+        return look(tensors)
+
+    monkeypatch.setattr(native, "look", lambda: counted if is_native else None)
     held_so: list[bool] = []
     plain = usual.Usual.holds
     monkeypatch.setattr(usual.Usual, "holds", lambda self: held_so.append(plain(self)) or held_so[-1])
@@ -393,6 +406,7 @@ def test_commits_of_steps_that_are_like_those_before_them_take_one_look(
     assert any(held_so)
     for t in (27, 33, 36, 39, 42):
         assert not held_so[t], t
+    assert (num_looks > 10) is (is_native and make is adamw_fused)  # its kernel moves no version counters
 
 
 @pytest.mark.parametrize("is_writer_free", [True, False])
