@@ -10,6 +10,9 @@ import contextlib
 import ctypes
 import mmap
 import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -147,6 +150,47 @@ def new_pages(num_bytes: int) -> Bytes:
     memory = np.frombuffer(pages, np.uint8)
     first = -memory.ctypes.data % _HUGE
     return memory[first : first + num_bytes]
+
+
+class NewMemory:
+    """New zeroed memory for tensors that live about as long as each other, in huge pages where the system has them.
+
+    Each tensor has a storage of its own; memory goes when the last tensor in its block of 32 MB does.
+    """
+
+    _BLOCK_BYTES = 32 << 20
+
+    def __init__(self) -> None:
+        self._left: Bytes = np.empty(0, np.uint8)
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        num_bytes = prod(shape) * dtype.itemsize
+        if num_bytes > self._BLOCK_BYTES:
+            return typed(new_pages(num_bytes), dtype).view(shape)
+        if num_bytes > len(self._left):
+            self._left = new_pages(self._BLOCK_BYTES)  # what was left of the last one has never been touched
+        raw, self._left = self._left[:num_bytes], self._left[-(-num_bytes // ALIGNMENT) * ALIGNMENT :]
+        return typed(raw, dtype).view(shape)
+
+
+_ALONE_BYTES = 1 << 20
+_AT_ONCE_BYTES = 4 << 20
+
+
+def copy_all(copies: Sequence[tuple[torch.Tensor, torch.Tensor]], num_workers: int) -> None:
+    """Copy the second of each pair into the first, by so many threads: pages that are new are then theirs to touch."""
+    if num_workers == 1 or sum(into.nbytes for into, _ in copies) <= _ALONE_BYTES:
+        for into, value in copies:
+            into.copy_(value)
+        return
+    parts: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for into, value in copies:
+        count = -(-into.nbytes // _AT_ONCE_BYTES) if into.dim() else 1
+        parts += zip(into.chunk(count), value.chunk(count), strict=True) if count > 1 else [(into, value)]
+    before = torch.get_num_threads()
+    with ThreadPoolExecutor(num_workers, "everstep-copy", initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        list(pool.map(lambda part: part[0].copy_(part[1]), parts))
+    torch.set_num_threads(before)
 
 
 class Scratch:

@@ -468,16 +468,19 @@ class Run:
         if not self._told_of_base:
             self._told_of_base = True
             self._next_retry = time.monotonic() + 1.0
-            warnings.warn(
-                f"{self.path}: a base could not be stored, and another one will be tried: {error}. Every step is stored "
-                "nevertheless, but going on from there takes longer",
-                UnprotectedWarning,
-                stacklevel=4,
-            )
+            self._warn_of_base(error, ", and another one will be tried")
         elif time.monotonic() >= self._next_retry:
             self._next_retry = time.monotonic() + 1.0
             capture.snapshot = None
             self._rebase = True
+
+    def _warn_of_base(self, error: BaseException, more: str = "") -> None:
+        warnings.warn(
+            f"{self.path}: a base could not be stored{more}: {error}. Every step is stored nevertheless, but going on from "
+            "there takes longer",
+            UnprotectedWarning,
+            stacklevel=5,
+        )
 
     def _begin_anew(self, capture: Capture | States) -> None:
         """Storage may be back: what is stored from now on stands on a base that is taken at the next commit."""
@@ -524,9 +527,9 @@ class Run:
     def _stop(self, capture: Capture | States, finish: bool) -> None:
         if self._keeper is not None:
             self._keeper.let_go()
-        if self._told_of_base and self._base_ready and _has_log(capture):
-            capture.snapshot = None  # the one that failed: another is taken now
         capture.flush(None if finish else self._last_cursor)  # who finishes takes a base
+        if self._only_base_failed(capture):
+            capture.snapshot = None  # another is taken now
         keeper = self._keeper
         healthy = not capture.errors()
         if finish and healthy and isinstance(keeper, ShadowKeeper):
@@ -541,10 +544,20 @@ class Run:
         errors = capture.errors()
         if not errors:
             self._warn_if_not_stored(capture)
-        if errors and finish:
+        elif finish and self._only_base_failed(capture):
+            self._warn_of_base(errors[0])
+        elif finish:
             raise StorageError(
                 f"{self.path}: steps after {self._durable} could not be stored: {errors[0]}"
             ) from errors[0]
+
+    def _only_base_failed(self, capture: Capture | States) -> bool:
+        """Whether on_error="warn" holds, every step is stored, and the last base failed, which is waited for."""
+        base = capture.snapshot
+        if base is None or self._options.on_error != "warn" or not self._base_ready or not _has_log(capture):
+            return False
+        base.wait()
+        return isinstance(base.error, StorageError)
 
     def _lacks_base(self, capture: Capture | States, keeper: Keeper) -> bool:
         """Whether there is no base of the last step, or one of a follower, which lacks the residuals of that step."""

@@ -1124,6 +1124,46 @@ def test_gradients_that_were_to_be_carried_and_were_added_to_before_they_were_re
     check_resume(tmp_path / "run", build, truth, 2 * STEPS)
 
 
+@pytest.mark.parametrize("build", [sgd, adamw_fused])
+@pytest.mark.parametrize("stay", [True, False])
+def test_gradients_that_are_there_when_the_trainer_takes_a_base_are_in_it(
+    stay: bool, build: Callable[[], Any], tmp_path: Any
+) -> None:
+    """They have always been cleared before the next backward, so that no frame tells of them; and then they are not."""
+
+    def train(model: Any, optimizer: Any, steps: range) -> Iterator[int]:
+        for t in steps:
+            if t != STEPS or not stay:
+                optimizer.zero_grad()
+            torch.manual_seed(t)
+            loss_of(model).backward()
+            optimizer.step()
+            yield t
+
+    model, optimizer = build()
+    run = everstep.attach(model, optimizer, tmp_path / "run", quiet=True, follower=False, base_interval=1000)
+    truth = Truth(run, model, optimizer)
+    truth.resume()
+    for t in train(model, optimizer, range(STEPS)):
+        if t == STEPS - 1:
+            run._rebase = True  # as after an edit
+        truth.commit()
+    for _ in train(model, optimizer, range(STEPS, STEPS + 4)):
+        truth.commit()
+    run.flush()
+    run._capture.snapshot.wait()
+    crash(run)
+    base = everstep.open(tmp_path / "run").plan(STEPS).base
+    assert (base.step, len(base.carried)) == (STEPS, len(list(model.parameters())))
+    check_history(tmp_path / "run", truth)
+    again, its_optimizer = build()
+    assert everstep.open(tmp_path / "run").restore(again, its_optimizer, step=STEPS) == STEPS
+    assert all(p.grad is not None for p in again.parameters())
+    for _ in train(again, its_optimizer, range(STEPS, STEPS + 4)):
+        pass
+    assert not equal([p.detach() for p in again.parameters()], [p.detach() for p in model.parameters()])
+
+
 class Sparse(nn.Module):
     """An embedding with sparse gradients, and what is on top of it."""
 

@@ -390,6 +390,42 @@ def test_with_warn_a_base_that_failed_before_the_end_is_taken_at_the_end(tmp_pat
     check_history(tmp_path / "run", rig.truth)
 
 
+def test_with_warn_a_base_that_fails_while_the_run_is_closed_is_taken_again(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "run", base_interval=6, on_error="warn")
+    rig.train(4)
+    rig.run.flush()
+    held = threading.Event()
+    failed: list[str] = []
+
+    def once_and_late(op: str, path: str) -> None:
+        if op == "mkdir" and is_base(path) and not failed:
+            failed.append(path)
+            held.wait(10)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with files.observe(fault=once_and_late):
+        rig.train(2)
+        wait_for(lambda: bool(failed))
+        rig.train(1)  # no commit is told of it
+        threading.Timer(0.1, held.set).start()
+        rig.run.close()
+    assert everstep.open(tmp_path / "run").plan().base.step == 7
+    check_history(tmp_path / "run", rig.truth)
+
+
+def test_with_warn_a_last_base_that_fails_is_told_and_costs_no_step(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "run", base_interval=1000, on_error="warn")
+    rig.train(4)
+    rig.run.flush()
+    fault = Fault(errno.ENOSPC, ("write", "create", "mkdir"), is_base)
+    fault.armed = True
+    with files.observe(fault=fault), pytest.warns(UnprotectedWarning, match="Every step is stored nevertheless"):
+        rig.run.close()
+    assert fault.hits
+    assert everstep.open(tmp_path / "run").steps[-1] == 4
+    check_history(tmp_path / "run", rig.truth)
+
+
 def test_with_warn_a_gap_that_could_not_be_told_at_once_is_told_later(tmp_path: Path) -> None:
     rig = Rig(tmp_path / "run", on_error="warn")
     rig.train(3)

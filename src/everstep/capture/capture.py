@@ -377,7 +377,7 @@ class Capture(Recorder):
     def _carried(self, live: Described) -> tuple[tuple[int, int], ...]:
         out = []
         for tap in self.taps.values():
-            for uid, kind, grad in tap.carry.now():
+            for uid, kind, grad in tap.carried_now():
                 index = LOST if kind == "lost" else -1
                 if kind not in ("zero", "lost"):
                     index = live.add(uid, "grad", f"grad.{uid:016x}", grad.detach().clone(), settled=True)

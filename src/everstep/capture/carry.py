@@ -59,17 +59,31 @@ class Carry:
     def late(self, held: Held) -> None:
         """The next update comes and its predecessor's gradients are still there: they belong to the last commit's state."""
         if self.left and held.seal is not None and held.attached():
-            uid_of = {id(p): u for p, u in zip(self._params, self._uids, strict=True)}
-            left = [
-                uid_of[id(p)]
-                for p, g in zip(held.params, held.grads, strict=True)
-                if self._grad_of(p) is g and g is not None and not g.is_sparse
-            ]
+            left = list(self._still_there(held))
             # If they have been added to by now, what they were at the commit is no longer known.
             held.seal.also = [PendingCarry("consumed" if held.untouched() else "lost", left)]
             self._kinds = dict.fromkeys(left, "consumed")
             self._stay = True
         self.left = False
+
+    def tell_left(self, held: Held | None) -> None:
+        """A base of the last commit is taken: what seemed to be about to be dropped is in it, if it is still there.
+
+        Should it be added to, a resume from that base goes on with it; should it go, the next commit says so.
+        """
+        if self.left and held is not None:
+            for uid, (grad, version) in self._still_there(held).items():
+                if grad._version == version:
+                    self._kinds[uid], self._versions[uid] = "consumed", version
+
+    def _still_there(self, held: Held) -> dict[int, tuple[torch.Tensor, int]]:
+        """By uid, the dense gradients of an update that are on their parameters, and their versions at it."""
+        uid_of = {id(p): u for p, u in zip(self._params, self._uids, strict=True)}
+        return {
+            uid_of[id(p)]: (g, version)
+            for p, g, version in zip(held.params, held.grads, held.versions, strict=True)
+            if self._grad_of(p) is g and g is not None and not g.is_sparse
+        }
 
     def gone(self) -> list[Item]:
         """At a commit: there are none any more."""

@@ -628,6 +628,11 @@ class Tap:
             self._held, is_updated=self.updates != self._told_updates, steps_write=self._writes_grads
         )
 
+    def carried_now(self) -> list[tuple[int, str, torch.Tensor]]:
+        """(uid, kind, gradient) that a base of the last commit has."""
+        self.carry.tell_left(self._held)
+        return self.carry.now()
+
     def _leaves_alone(self, held: Held | None) -> bool:
         """Whether the usual can be assumed: gradients that are still there now will be dropped, not added to.
 

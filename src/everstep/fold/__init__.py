@@ -23,7 +23,7 @@ from everstep.atoms import Layout, OptimizerSpec
 from everstep.fold.apply import unhooked_step
 from everstep.fold.cut import ELEMENTWISE, TilePlan
 from everstep.fold.state import Live, OptimizerState, Ranges, State, Window, class_name, find_class, register
-from everstep.fold.tiles import Source, Unit, run_units
+from everstep.fold.tiles import READ_AHEAD, Source, Unit, run_units
 from everstep.fold.whole import Whole
 from everstep.frame import FrameData, Op, SetGroups, SetLayout, SetState, SetTensor
 
@@ -47,14 +47,17 @@ class Folder:
         live: Live | None = None,
         num_threads: int = 1,
         num_workers: int = 1,
+        read_ahead: bool = False,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         """`num_threads` is that of the recorded run (for what must be replayed whole); `num_workers` that of this
-        host. `live` optimizers lend their class and attributes where the class cannot be found by name."""
+        host; several of them read ahead, one if it is told to. `live` optimizers lend their class and attributes where
+        the class cannot be found by name."""
         self._find_layout = find_layout
         self._live = live or {}
         self._num_threads = num_threads
         self._num_workers = num_workers
+        self._ahead = READ_AHEAD if read_ahead or num_workers > 1 else 0
         self._progress = progress
 
     def fold(self, state: State, frames: Sequence[FrameData]) -> None:
@@ -114,7 +117,7 @@ class Folder:
                 unit.run(plan, Source(frames, unit.reads(plan), fresh=True))
                 unit.join_state()
         units = [Unit(state, name, tiles, self._build) for name, tiles in plan.tiled]
-        run_units(units, plan, frames, self._num_workers, self._progress)
+        run_units(units, plan, frames, self._num_workers, self._ahead, self._progress)
         for unit in units:
             unit.join_state()
         state.need_all()

@@ -248,12 +248,12 @@ def _part(tile: Tile, tensor: torch.Tensor) -> tuple[int, int | None]:
 
 
 def run_units(
-    units: list[Unit], plan: TilePlan, frames: Sequence[FrameData], num_workers: int,
+    units: list[Unit], plan: TilePlan, frames: Sequence[FrameData], num_workers: int, ahead: int,
     progress: Callable[[int, int], None] | None,
 ) -> None:  # fmt: skip
     """Take every unit through all frames, on `num_workers` cores.
 
-    Several workers read ahead, each for itself, over the end of a unit into the next. One worker does not hurry.
+    Each has so many reads `ahead` under way, over the end of a unit into the next.
     """
     todo = deque(sorted(units, key=lambda u: -u.num_elements))  # the last one to finish then has little left to do
     failures: list[BaseException] = []
@@ -280,7 +280,7 @@ def run_units(
                 yield from reads
 
         try:
-            source = Source(frames, reads(), ahead=0 if num_workers == 1 else READ_AHEAD)
+            source = Source(frames, reads(), ahead=ahead)
             while source.more():
                 mine.popleft().run(plan, source)
         except BaseException as e:

@@ -122,6 +122,8 @@ def _fetch(offer: Offer, only: set[int] | None = None) -> State:
 class ShadowSource(Source):
     """One step, from the memory of the ranks' shadows. Those that are asked stay where they are until close()."""
 
+    reads_at_once = False
+
     def __init__(self, era: Era, step: int, shadows: Shadows) -> None:
         self._shadows = shadows
         self._offers: dict[int, Offer] = {}
@@ -138,8 +140,9 @@ class ShadowSource(Source):
         return self._offers[rank]
 
     def part(
-        self, rank: int, only: Mapping[int, Ranges] | None, live: Live | None, *, flat: Set[int] = frozenset()
-    ) -> Restored:
+        self, rank: int, only: Mapping[int, Ranges] | None, live: Live | None, *, flat: Set[int] = frozenset(),
+        num_workers: int | None = None,
+    ) -> Restored:  # fmt: skip
         """Of what is wanted all elements: they are in memory."""
         offer = self.offer(rank)
         state = _fetch(offer, None if only is None else set(only))

@@ -121,7 +121,8 @@ def _execute(
     line: Line, plan: Plan, live: Live | None, num_workers: int, progress: Progress | None,
     only: Mapping[int, Ranges] | None, flat: Set[int],
 ) -> Restored:  # fmt: skip
-    if plan.num_bytes <= bases.ALONE_BYTES:
+    is_small = plan.num_bytes <= bases.ALONE_BYTES
+    if is_small:
         num_workers = 1
     stored, readers = open_frames(line, plan)
     frames: Sequence[StoredFrame | PartFrame] = stored
@@ -133,9 +134,15 @@ def _execute(
     try:
         told = None if progress is None else (lambda done, total: progress("replay", done, total))
         rows = [
-            (Folder(find_layout=find_layout, live=live, num_threads=n, num_workers=num_workers, progress=told), list(row))
+            (
+                Folder(
+                    find_layout=find_layout, live=live, num_threads=n, num_workers=num_workers, read_ahead=not is_small,
+                    progress=told,
+                ),
+                list(row),
+            )
             for n, row in groupby(frames, lambda f: num_threads(line, f))
-        ]
+        ]  # fmt: skip
         state = begin_base(plan, num_workers) if only is None else _begin_part(plan, num_workers, rows, only, flat)
         for folder, row in rows:
             folder.fold(state, row)

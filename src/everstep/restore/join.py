@@ -8,12 +8,14 @@ A timeline has one layout. Where a run went on under another, a timeline begins 
 
 from __future__ import annotations
 
-import itertools
+import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from msgspec import structs
@@ -24,19 +26,20 @@ from everstep.errors import CorruptionError, MismatchError, NothingToRestoreErro
 from everstep.fold import ELEMENTWISE, Live, OptimizerState, Ranges, State, Window
 from everstep.format.documents import GenerationDocument
 from everstep.frame import SetLayout
-from everstep.memory import dtype_named, own_storage, same_bits
+from everstep.memory import NewMemory, copy_all, dtype_named, own_storage, same_bits
 from everstep.naming import Inventory
 from everstep.restore.apply import same_packed
 from everstep.restore.execute import Restored, layout_finder, open_frames, restore
 from everstep.restore.parts import part_of_layout
 from everstep.restore.plan import Line, describe_steps, line_of, line_to
 from everstep.restore.reshard import Reader, Reading, plan_atom
-from everstep.store.bases import cursor_of
+from everstep.store.bases import ALONE_BYTES, cursor_of
 from everstep.store.pools import read_pools
 from everstep.store.runs import Listing, RunPath, read_listing
 
-BATCH_BYTES = 256 << 20
-"""So much of the source's state (or one atom, if that is more) is in memory at a time where it must be cut."""
+BATCH_BYTES = 512 << 20
+"""So much of the source's state (or one atom of each rank that is read at once, if that is more) is in memory at a time
+where it must be cut."""
 
 
 @dataclass
@@ -212,6 +215,8 @@ def layout_at(line: Line, step: int) -> Layout:
 class Source:
     """One step of an era: the ranks' layouts at it, and all atoms in their global shapes."""
 
+    reads_at_once: ClassVar[bool] = True
+    """Whether parts may be read by several threads."""
     era: Era
     step: int
     layouts: list[Layout] = field(default_factory=list)
@@ -233,10 +238,11 @@ class Source:
         return [layout_at(line, self.step) for line in self.era.lines]
 
     def part(
-        self, rank: int, only: Mapping[int, Ranges] | None, live: Live | None, *, flat: Set[int] = frozenset()
-    ) -> Restored:
-        """What one rank had; `only` and `flat` as for restore()."""
-        return restore(self.era.lines[rank], self.step, live=live, only=only, flat=flat)
+        self, rank: int, only: Mapping[int, Ranges] | None, live: Live | None, *, flat: Set[int] = frozenset(),
+        num_workers: int | None = None,
+    ) -> Restored:  # fmt: skip
+        """What one rank had; all but `rank` as for restore()."""
+        return restore(self.era.lines[rank], self.step, live=live, only=only, flat=flat, num_workers=num_workers)
 
     def is_fine(self, rank: int) -> bool | None:
         """Whether a rank's part is read in fine pieces; None: not in pieces at all."""
@@ -295,9 +301,13 @@ def fetch(
     proven, fingerprint = True, {}
     unproven: list[str] = []
     whole: list[Set[int]] = []
-    for r, batch in itertools.chain(joiner.batches(near), [] if joiner.reads_any else [(near, set())]):
+
+    def read(r: int, batch: Set[int], num_workers: int | None = None) -> Restored:
         only = {uid: joiner.ranges(uid, r) for uid in batch}
-        part = source.part(r, only, live, flat={uid for uid in batch if joiner.is_contiguous(uid, r)})
+        flat = {uid for uid in batch if joiner.is_contiguous(uid, r)}
+        return source.part(r, only, live, flat=flat, num_workers=num_workers)
+
+    for r, part in joiner.parts(near, read):
         joiner.add(r, part.state)
         proven = proven and part.proven
         fingerprint = part.fingerprint
@@ -346,24 +356,62 @@ class _Joiner:
         """Of the part at hand."""
         self._keeps = False
         """Whether that part's memory is taken over."""
+        self._at_once = self._num_at_once()
+        """So many portions are in memory at a time."""
+        self._rooms = (NewMemory(), NewMemory())
+        """For parameters and buffers, and for what optimizers have: who keeps only the ones does not hold the others."""
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Of the part at hand: where to, and what."""
         self._givers: dict[tuple[str, int, str], set[int]] = {}
         """Whose parts of optimizer state have been joined: by optimizer, parameter and key."""
 
-    def batches(self, first: int) -> Iterator[tuple[int, Set[int]]]:
+    def parts(self, first: int, read: Callable[..., Restored]) -> Iterator[tuple[int, Restored]]:
         """Ranks, the `first` one first, and what is needed of each, in portions where memory is not taken over.
 
-        Portions of what is averaged are read from all their ranks one after the other, and settled before the next.
+        Several are read side by side. What is averaged is read of all its ranks one after the other, in portions that are
+        settled before the next.
         """
-        alone = [uid for uid, reading in self._readings.items() if not reading.is_mean]
+        portions = [] if self.reads_any else [(first, set[int]())]
         for r in sorted(range(self._source.world_size), key=lambda r: (r != first, r)):
-            uids = [uid for uid in alone if r in self._readings[uid].cuts]
-            yield from ((r, batch) for batch in ([set(uids)] if uids and self._is_tight(r) else self._portions(uids)))
+            uids = [uid for uid, reading in self._readings.items() if r in reading.cuts and not reading.is_mean]
+            portions += ((r, batch) for batch in ([set(uids)] if uids and self._is_tight(r) else self._portions(uids)))
+        yield from self._side_by_side(portions, read)
         for batch in self._portions(uid for uid, reading in self._readings.items() if reading.is_mean):
             for r in range(self._source.world_size):
                 of_rank = {uid for uid in batch if r in self._readings[uid].cuts}
                 if of_rank:
-                    yield r, of_rank
+                    yield r, read(r, of_rank)
             self._settle(batch)
+
+    def _side_by_side(
+        self, portions: Sequence[tuple[int, set[int]]], read: Callable[..., Restored]
+    ) -> Iterator[tuple[int, Restored]]:
+        """In their order, so many at once that each has a core: then none waits for another's beginning and end."""
+        num_cores, at_once = os.cpu_count() or 1, min(self._at_once, len(portions))
+        if at_once <= 1:
+            yield from ((r, read(r, batch)) for r, batch in portions)
+            return
+        num_threads = torch.get_num_threads()
+        under_way: deque[tuple[int, Future[Restored]]] = deque()
+        try:
+            with ThreadPoolExecutor(at_once, "everstep-part") as pool:
+                for i, (r, batch) in enumerate(portions):
+                    under_way.append((r, pool.submit(read, r, batch, max(1, num_cores // at_once))))
+                    while len(under_way) == at_once or (under_way and i + 1 == len(portions)):
+                        r, found = under_way.popleft()
+                        yield r, found.result()
+        finally:
+            torch.set_num_threads(num_threads)  # threads that replay set it, for those that come after them too
+
+    def _num_at_once(self) -> int:
+        """As many as ranks are read and cores are there; one where little is wanted, or where replaying sets threads."""
+        ranks = {r for reading in self._readings.values() if not reading.is_mean for r in reading.cuts}
+        atoms = self._source.atoms
+        num_bytes = sum(prod(r.size) * dtype_named(atoms[uid].dtype).itemsize for uid, r in self._readings.items())
+        specs = [spec for layout in self._source.layouts for spec in layout.optimizers]
+        if num_bytes <= ALONE_BYTES or not self._source.reads_at_once or any(s.cls not in ELEMENTWISE for s in specs):
+            return 1
+        return max(1, min(len(ranks), os.cpu_count() or 1))
 
     @property
     def reads_any(self) -> bool:
@@ -423,14 +471,14 @@ class _Joiner:
         return self._spans(uid, rank)
 
     def _portions(self, uids: Iterable[int]) -> Iterator[set[int]]:
-        """So that no more than BATCH_BYTES, or one atom, is in memory beside what is wanted."""
+        """So that no more than BATCH_BYTES, or an atom of each rank, is in memory beside what is wanted."""
         uids = list(uids)
         is_cut = any(not self._readings[uid].as_it_is for uid in uids)
         batch: set[int] = set()
         size = 0
         for uid in uids:
             num_bytes = self._beside(uid) if is_cut else 0
-            if batch and num_bytes and size + num_bytes > BATCH_BYTES:
+            if batch and num_bytes and size + num_bytes > BATCH_BYTES // self._at_once:
                 yield batch
                 batch, size = set(), 0
             batch.add(uid)
@@ -454,11 +502,13 @@ class _Joiner:
         self._keeps = self._is_tight(rank) or all(self._readings[uid].as_it_is for uid in part.tensors)
         for uid, tensor in part.tensors.items():
             self.state.tensors[uid] = self._put(uid, self.state.tensors.get(uid), tensor, rank)
-            if uid in part.carried:  # a rank may have none
-                self.state.carried[uid] = self._put(uid, self.state.carried.get(uid), part.carried[uid], rank, zeros=True)
+            if uid in part.carried:  # a rank may have none: zeros there
+                self.state.carried[uid] = self._put(uid, self.state.carried.get(uid), part.carried[uid], rank)
         self.state.lost |= part.lost
         for name, optimizer in part.optimizers.items():
             self._add_optimizer(name, optimizer, part, rank)
+        copies, self._copies = self._copies, []
+        copy_all(copies, os.cpu_count() or 1)
 
     def _add_optimizer(self, name: str, theirs: OptimizerState, part: State, rank: int) -> None:
         ours = self.state.optimizers.get(name)
@@ -505,7 +555,7 @@ class _Joiner:
         out = dict(before)
         for key, value in values.items():
             if isinstance(value, torch.Tensor) and value.dim() and value.shape == param.shape:
-                out[key] = self._put(uid, out.get(key), value, rank)
+                out[key] = self._put(uid, out.get(key), value, rank, is_state=True)
             elif isinstance(value, torch.Tensor) and value.numel() > 1:
                 raise MismatchError(
                     f"{self._source.atoms[uid].label()}: its optimizer state {key!r}, {tuple(value.shape)}, "
@@ -521,8 +571,8 @@ class _Joiner:
                 out[key] = self._taken(value)
         return out
 
-    def _put(self, uid: int, into: Any, tensor: torch.Tensor, rank: int, *, zeros: bool = False) -> Any:
-        """`zeros`: where ranks have nothing."""
+    def _put(self, uid: int, into: Any, tensor: torch.Tensor, rank: int, *, is_state: bool = False) -> Any:
+        """`is_state`: an optimizer's."""
         reading = self._readings[uid]
         if reading.as_it_is:
             return self._taken(tensor)
@@ -535,10 +585,9 @@ class _Joiner:
         if self._keeps and uid in self._windows and self._fills(reading, rank):
             return own_storage(self._sources(uid, tensor, rank)[0].view(reading.size))
         if into is None:
-            full = sum(cut.target.numel for cuts in reading.cuts.values() for cut in cuts) == prod(reading.size)
-            into = (torch.empty if full and not zeros else torch.zeros)(reading.size, dtype=tensor.dtype)
+            into = self._rooms[is_state].zeros(reading.size, tensor.dtype)
         for cut, source in zip(reading.cuts[rank], self._sources(uid, tensor, rank), strict=True):
-            into[slices(cut.target)] = source
+            self._copies.append((into[slices(cut.target)], source))
         return into
 
     def _sources(self, uid: int, tensor: torch.Tensor, rank: int) -> list[torch.Tensor]:

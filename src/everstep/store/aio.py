@@ -6,6 +6,7 @@ queue, and reads are waited for.
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import ctypes
 import errno
@@ -13,6 +14,7 @@ import os
 import platform
 import sys
 import threading
+from collections.abc import Callable
 
 from everstep.memory import Bytes
 
@@ -35,6 +37,12 @@ class _Completion(ctypes.Structure):  # struct io_event
     _fields_ = [
         ("data", ctypes.c_uint64), ("request", ctypes.c_uint64), ("result", ctypes.c_int64), ("result2", ctypes.c_int64),
     ]  # fmt: skip
+
+
+def _end(call: Callable[..., int], number: int, context: ctypes.c_ulong, held: dict[int, tuple[_Request, Bytes]]) -> None:
+    """Waits for reads that are under way; only then do the buffers go."""
+    call(number, context)
+    held.clear()
 
 
 class Queue:
@@ -103,9 +111,18 @@ class Queue:
             del self._held[completion.data]
             self._results[completion.data] = completion.result
 
-    def __del__(self) -> None:
-        if self._context.value and self.pid == os.getpid():  # a forked child does not have it
-            self._call(self._destroy, self._context)  # waits for reads under way; only then do the buffers go
+    def __del__(
+        self, getpid: Callable[[], int] = os.getpid, start: Callable[..., int] = _thread.start_new_thread,
+        end: Callable[..., None] = _end,
+    ) -> None:  # fmt: skip
+        """All that is called is given: when the interpreter ends, this module's names may be gone."""
+        if not self._context.value or self.pid != getpid():  # a forked child does not have it
+            return
+        # The system takes 30 ms and more for it, also where nothing is under way: whoever ends its thread does not wait.
+        try:
+            start(end, (self._call, self._destroy, self._context, self._held))
+        except RuntimeError:  # no more threads, since the interpreter is about to end
+            end(self._call, self._destroy, self._context, self._held)
 
 
 class _Mine(threading.local):
