@@ -19,7 +19,7 @@ from everstep.follow.compact import Held
 from everstep.follow.fetch import NUM_STREAMS, Generations, find_all, layout_at, standing
 from everstep.follow.recover import Offer
 from everstep.format.documents import GenerationDocument
-from everstep.restore.execute import Restored
+from everstep.restore.execute import Place, Restored
 from everstep.restore.join import Era, Source
 from everstep.store import files
 from everstep.store.runs import RunPath
@@ -141,7 +141,7 @@ class ShadowSource(Source):
 
     def part(
         self, rank: int, only: Mapping[int, Ranges] | None, live: Live | None, *, flat: Set[int] = frozenset(),
-        num_workers: int | None = None,
+        num_workers: int | None = None, place: Place | None = None,
     ) -> Restored:  # fmt: skip
         """Of what is wanted all elements: they are in memory."""
         offer = self.offer(rank)

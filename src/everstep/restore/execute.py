@@ -6,6 +6,7 @@ import contextlib
 import gc
 import itertools
 import os
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
@@ -35,6 +36,14 @@ from everstep.store import bases, files
 from everstep.store.segments import StoredFrame
 
 Progress = Callable[[str, int, int], None]
+Slot = tuple[str | None, str]
+"""What of an atom: its value, its carried gradient, or (optimizer, key)."""
+VALUE: Slot = (None, "value")
+GRADIENT: Slot = (None, "gradient")
+Place = Callable[[int, Slot, torch.dtype, int, int], torch.Tensor | None]
+"""Where elements [start, stop) of an atom, or of what an optimizer has of it, are to lie, flat; None: anywhere."""
+_beginning = threading.Lock()
+"""Of restores side by side one begins at a time, so that the first of them reads while the next begins."""
 
 
 @dataclass
@@ -56,17 +65,19 @@ class Restored:
 def restore(
     line: Line, step: int, *, live: Live | None = None, num_workers: int | None = None,
     progress: Progress | None = None, only: Mapping[int, Ranges] | None = None, flat: Set[int] = frozenset(),
+    place: Place | None = None,
 ) -> Restored:  # fmt: skip
     """S(step), every bit verified, from the cheapest plan that is not damaged.
 
     `only`: of parameters and buffers these alone, with what optimizers know of them; nothing else is read. Of each of them
-    only these elements are wanted: others may have any value. Those in `flat` may come as State.windows.
+    only these elements are wanted: others may have any value. Those in `flat` may come as State.windows, in memory that
+    `place` gives.
     """
     failures: list[CorruptionError] = []
     for plan in line.plans(step):
         try:
             with no_gc():
-                return _execute(line, plan, live, num_workers or os.cpu_count() or 1, progress, only, flat)
+                return _execute(line, plan, live, num_workers or os.cpu_count() or 1, progress, only, flat, place)
         except CorruptionError as e:
             failures.append(e)
     raise _with_alternatives(line, failures[0])
@@ -119,7 +130,7 @@ def check_before_replay(
 
 def _execute(
     line: Line, plan: Plan, live: Live | None, num_workers: int, progress: Progress | None,
-    only: Mapping[int, Ranges] | None, flat: Set[int],
+    only: Mapping[int, Ranges] | None, flat: Set[int], place: Place | None,
 ) -> Restored:  # fmt: skip
     is_small = plan.num_bytes <= bases.ALONE_BYTES
     if is_small:
@@ -133,17 +144,21 @@ def _execute(
     state: State | None = None
     try:
         told = None if progress is None else (lambda done, total: progress("replay", done, total))
-        rows = [
-            (
-                Folder(
-                    find_layout=find_layout, live=live, num_threads=n, num_workers=num_workers, read_ahead=not is_small,
-                    progress=told,
-                ),
-                list(row),
-            )
-            for n, row in groupby(frames, lambda f: num_threads(line, f))
-        ]  # fmt: skip
-        state = begin_base(plan, num_workers) if only is None else _begin_part(plan, num_workers, rows, only, flat)
+        with _beginning:
+            rows = [
+                (
+                    Folder(
+                        find_layout=find_layout, live=live, num_threads=n, num_workers=num_workers, read_ahead=not is_small,
+                        progress=told,
+                    ),
+                    list(row),
+                )
+                for n, row in groupby(frames, lambda f: num_threads(line, f))
+            ]  # fmt: skip
+            if only is None:
+                state = begin_base(plan, num_workers)
+            else:
+                state = _begin_part(plan, num_workers, rows, only, flat, place)
         for folder, row in rows:
             folder.fold(state, row)
         state.need_all()
@@ -166,7 +181,9 @@ def _execute(
 _Rows = Sequence[tuple[Folder, list[StoredFrame | PartFrame]]]
 
 
-def _begin_part(plan: Plan, num_workers: int, rows: _Rows, only: Mapping[int, Ranges], flat: Set[int]) -> State:
+def _begin_part(
+    plan: Plan, num_workers: int, rows: _Rows, only: Mapping[int, Ranges], flat: Set[int], place: Place | None
+) -> State:
     """S(base step) as far as these elements of these atoms stand on it; the caller closes it.
 
     Of those in `flat` only what is needed has memory, if they are replayed by tiles alone.
@@ -178,15 +195,26 @@ def _begin_part(plan: Plan, num_workers: int, rows: _Rows, only: Mapping[int, Ra
     spans = {index_of[id(t)]: (0, t.numel()) for t in parts.tensors_of(shell) if id(t) in index_of}
     needed: dict[int, Ranges] = {}
     windows: dict[int, list[int]] = {}
+    places: dict[int, torch.Tensor] = {}
     if len(rows) <= 1 and all(folder.is_one_row(shell, row) for folder, row in rows):
         can_cut = rows[0][0].cut(shell, rows[0][1]) if rows else shell.tensors.keys()
         needed = _needed(shell, {u: r for u, r in only.items() if u in can_cut}, rows[0][1][-1].footer if rows else None)
         for uid in (flat & needed.keys()) - shell.carried.keys():
             cut = _cut_with(shell, uid)
-            if all(t.is_contiguous() for t in cut):
-                windows[uid] = [index_of[id(t)] for t in cut if id(t) in index_of]
-                spans.update(dict.fromkeys(windows[uid], (needed[uid][0][0], needed[uid][-1][1])))
-    state = begin_base(plan, num_workers, spans, {index for indices in windows.values() for index in indices})
+            if not all(t.is_contiguous() for t in cut.values()):
+                continue
+            there = {slot: index_of[id(t)] for slot, t in cut.items() if id(t) in index_of}
+            first, end = needed[uid][0][0], needed[uid][-1][1]
+            windows[uid] = list(there.values())
+            for slot, index in there.items():
+                spans[index] = first, end
+                numel, dtype = tensors[index].numel(), tensors[index].dtype
+                piece = piece_elements(numel, fine=plan.base.tensors[index].fine)
+                held = first // piece * piece, min(-(-end // piece) * piece, numel)
+                memory = None if place is None else place(uid, slot, dtype, *held)
+                if memory is not None:
+                    places[index] = memory
+    state = begin_base(plan, num_workers, spans, {index for indices in windows.values() for index in indices}, places)
     parts.keep(state, only.keys())
     state.needed = needed
     assert isinstance(state.loading, _Loading)
@@ -201,11 +229,15 @@ def _without_memory(stored: StoredTensor) -> torch.Tensor:
     return torch.empty_strided(stored.shape, strides, dtype=dtype_named(stored.dtype), device="meta")
 
 
-def _cut_with(state: State, uid: int) -> list[torch.Tensor]:
+def _cut_with(state: State, uid: int) -> dict[Slot, torch.Tensor]:
     """A parameter and what of its optimizer state is cut as it is."""
     tensor = state.tensors[uid]
-    values = [v for o in state.optimizers.values() for v in o.state.get(uid, {}).values()]
-    return [tensor, *(v for v in values if isinstance(v, torch.Tensor) and v.shape == tensor.shape)]
+    found = {VALUE: tensor}
+    for name, optimizer in state.optimizers.items():
+        for key, value in optimizer.state.get(uid, {}).items():
+            if isinstance(value, torch.Tensor) and value.shape == tensor.shape:
+                found[name, key] = value
+    return found
 
 
 def _needed(state: State, only: Mapping[int, Ranges], footer: Footer | None) -> dict[int, Ranges]:
@@ -295,17 +327,18 @@ def load_base(plan: Plan, num_workers: int) -> State:
 
 
 def begin_base(
-    plan: Plan, num_workers: int, spans: Mapping[int, tuple[int, int]] | None = None, flat: Set[int] = frozenset()
-) -> State:
+    plan: Plan, num_workers: int, spans: Mapping[int, tuple[int, int]] | None = None, flat: Set[int] = frozenset(),
+    places: Mapping[int, torch.Tensor] | None = None,
+) -> State:  # fmt: skip
     """S(base step) whose tensors get their values when they are needed. The caller closes it.
 
     `spans`: of tensors, by their number, elements that may be needed; others have no memory. None: all of all. Those in
-    `flat` are flat, and begin where their memory does.
+    `flat` are flat, and begin where their memory does: in one of `places`, or anywhere.
     """
     reader = bases.BaseReader(plan.base_folder, plan.base)
     tensors: list[torch.Tensor] = []
     try:
-        loading = reader.load(spans)
+        loading = reader.load(spans, places)
         for index, (stored, found) in enumerate(zip(plan.base.tensors, loading.tensors, strict=True)):
             if spans is not None and index not in spans:
                 tensors.append(_without_memory(stored))
@@ -338,7 +371,7 @@ class _Loading:
         self._uid_of: dict[int, int] = {}
         """Of the parameter that a tensor is, or is cut with."""
         for uid in state.tensors:
-            for each in _cut_with(state, uid):
+            for each in _cut_with(state, uid).values():
                 if id(each) in index_of:
                     self._uid_of[index_of[id(each)]] = uid
 

@@ -9,11 +9,13 @@ A timeline has one layout. Where a run went on under another, a timeline begins 
 from __future__ import annotations
 
 import os
+import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import prod
 from typing import Any, ClassVar
 
@@ -26,10 +28,10 @@ from everstep.errors import CorruptionError, MismatchError, NothingToRestoreErro
 from everstep.fold import ELEMENTWISE, Live, OptimizerState, Ranges, State, Window
 from everstep.format.documents import GenerationDocument
 from everstep.frame import SetLayout
-from everstep.memory import NewMemory, copy_all, dtype_named, own_storage, same_bits
+from everstep.memory import ALIGNMENT, NewMemory, copy_all, dtype_named, own_storage, same_bits
 from everstep.naming import Inventory
 from everstep.restore.apply import same_packed
-from everstep.restore.execute import Restored, layout_finder, open_frames, restore
+from everstep.restore.execute import GRADIENT, VALUE, Place, Restored, Slot, layout_finder, open_frames, restore
 from everstep.restore.parts import part_of_layout
 from everstep.restore.plan import Line, describe_steps, line_of, line_to
 from everstep.restore.reshard import Reader, Reading, plan_atom
@@ -239,10 +241,11 @@ class Source:
 
     def part(
         self, rank: int, only: Mapping[int, Ranges] | None, live: Live | None, *, flat: Set[int] = frozenset(),
-        num_workers: int | None = None,
+        num_workers: int | None = None, place: Place | None = None,
     ) -> Restored:  # fmt: skip
         """What one rank had; all but `rank` as for restore()."""
-        return restore(self.era.lines[rank], self.step, live=live, only=only, flat=flat, num_workers=num_workers)
+        line = self.era.lines[rank]
+        return restore(line, self.step, live=live, only=only, flat=flat, num_workers=num_workers, place=place)
 
     def is_fine(self, rank: int) -> bool | None:
         """Whether a rank's part is read in fine pieces; None: not in pieces at all."""
@@ -305,7 +308,7 @@ def fetch(
     def read(r: int, batch: Set[int], num_workers: int | None = None) -> Restored:
         only = {uid: joiner.ranges(uid, r) for uid in batch}
         flat = {uid for uid in batch if joiner.is_contiguous(uid, r)}
-        return source.part(r, only, live, flat=flat, num_workers=num_workers)
+        return source.part(r, only, live, flat=flat, num_workers=num_workers, place=partial(joiner.place, r))
 
     for r, part in joiner.parts(near, read):
         joiner.add(r, part.state)
@@ -360,6 +363,8 @@ class _Joiner:
         """So many portions are in memory at a time."""
         self._rooms = (NewMemory(), NewMemory())
         """For parameters and buffers, and for what optimizers have: who keeps only the ones does not hold the others."""
+        self._lock = threading.Lock()
+        self._joined: dict[tuple[int, Slot], torch.Tensor] = {}
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Of the part at hand: where to, and what."""
         self._givers: dict[tuple[str, int, str], set[int]] = {}
@@ -493,6 +498,29 @@ class _Joiner:
         sums = 8 * prod(reading.size) if reading.is_mean else 0
         return 4 * (source * dtype_named(self._source.atoms[uid].dtype).itemsize + sums)
 
+    def place(self, rank: int, uid: int, slot: Slot, dtype: torch.dtype, first: int, end: int) -> torch.Tensor | None:
+        """Where elements [first, end) of a rank's memory lie in what is joined, if just these are wanted and follow each
+        other there, where torch would let a tensor begin. Any thread."""
+        reading, spans = self._readings[uid], self._spans(uid, rank)
+        if self._is_tight(rank) or reading.as_it_is or list(spans) != [(first, end)] or not self.is_contiguous(uid, rank):
+            return None
+        if slot[0] is not None and self._stateful is not None and uid not in self._stateful:
+            return None
+        start, stop = span(reading.cuts[rank][0].target, reading.size)
+        if stop - start != end - first or start * dtype.itemsize % ALIGNMENT:
+            return None
+        joint = self._joint(uid, slot, dtype)
+        return joint.view(-1)[start:stop] if joint.dtype == dtype else None
+
+    def _joint(self, uid: int, slot: Slot, dtype: torch.dtype) -> torch.Tensor:
+        """Where the parts of an atom, or of what an optimizer has of it, are joined."""
+        with self._lock:
+            found = self._joined.get((uid, slot))
+            if found is None:
+                room = self._rooms[slot[0] is not None]
+                found = self._joined[uid, slot] = room.zeros(self._readings[uid].size, dtype)
+            return found
+
     def add(self, rank: int, part: State) -> None:
         """What one rank had, restored.
 
@@ -501,9 +529,9 @@ class _Joiner:
         self._windows = part.windows
         self._keeps = self._is_tight(rank) or all(self._readings[uid].as_it_is for uid in part.tensors)
         for uid, tensor in part.tensors.items():
-            self.state.tensors[uid] = self._put(uid, self.state.tensors.get(uid), tensor, rank)
+            self.state.tensors[uid] = self._put(uid, self.state.tensors.get(uid), tensor, rank, VALUE)
             if uid in part.carried:  # a rank may have none: zeros there
-                self.state.carried[uid] = self._put(uid, self.state.carried.get(uid), part.carried[uid], rank)
+                self.state.carried[uid] = self._put(uid, self.state.carried.get(uid), part.carried[uid], rank, GRADIENT)
         self.state.lost |= part.lost
         for name, optimizer in part.optimizers.items():
             self._add_optimizer(name, optimizer, part, rank)
@@ -524,7 +552,7 @@ class _Joiner:
             elif self._readings[uid].as_it_is:
                 ours.state[uid] = {key: self._taken(value) for key, value in values.items()}
             else:
-                ours.state[uid] = self._join_state(uid, ours.state.get(uid, {}), values, part.tensors[uid], rank)
+                ours.state[uid] = self._join_state(uid, name, ours.state.get(uid, {}), values, part.tensors[uid], rank)
                 for key in values:
                     self._givers.setdefault((name, uid, key), set()).add(rank)
 
@@ -550,12 +578,12 @@ class _Joiner:
         ours.params[at] = (*ours.params[at], *(u for u in params if u not in ours.params[at]))
 
     def _join_state(
-        self, uid: int, before: dict[str, Any], values: dict[str, Any], param: torch.Tensor, rank: int
+        self, uid: int, name: str, before: dict[str, Any], values: dict[str, Any], param: torch.Tensor, rank: int
     ) -> dict[str, Any]:
         out = dict(before)
         for key, value in values.items():
             if isinstance(value, torch.Tensor) and value.dim() and value.shape == param.shape:
-                out[key] = self._put(uid, out.get(key), value, rank, is_state=True)
+                out[key] = self._put(uid, out.get(key), value, rank, (name, key))
             elif isinstance(value, torch.Tensor) and value.numel() > 1:
                 raise MismatchError(
                     f"{self._source.atoms[uid].label()}: its optimizer state {key!r}, {tuple(value.shape)}, "
@@ -571,8 +599,8 @@ class _Joiner:
                 out[key] = self._taken(value)
         return out
 
-    def _put(self, uid: int, into: Any, tensor: torch.Tensor, rank: int, *, is_state: bool = False) -> Any:
-        """`is_state`: an optimizer's."""
+    def _put(self, uid: int, into: Any, tensor: torch.Tensor, rank: int, slot: Slot) -> Any:
+        """What a tensor of this part becomes, or becomes a part of (`into`, if there has been another)."""
         reading = self._readings[uid]
         if reading.as_it_is:
             return self._taken(tensor)
@@ -584,10 +612,11 @@ class _Joiner:
             return into
         if self._keeps and uid in self._windows and self._fills(reading, rank):
             return own_storage(self._sources(uid, tensor, rank)[0].view(reading.size))
-        if into is None:
-            into = self._rooms[is_state].zeros(reading.size, tensor.dtype)
+        into = self._joint(uid, slot, tensor.dtype)
         for cut, source in zip(reading.cuts[rank], self._sources(uid, tensor, rank), strict=True):
-            self._copies.append((into[slices(cut.target)], source))
+            target = into[slices(cut.target)]
+            if target.data_ptr() != source.data_ptr():  # else it was read into its place
+                self._copies.append((target, source))
         return into
 
     def _sources(self, uid: int, tensor: torch.Tensor, rank: int) -> list[torch.Tensor]:

@@ -346,10 +346,14 @@ def cursor_of(manifest: Manifest) -> bytes:
 class _Chunk:
     """Blocks of the file and their place in memory. Each is read once: memory may be changed as soon as it is filled."""
 
-    def __init__(self, reader: files.Reader, offset: int, memory: Bytes) -> None:
+    def __init__(self, reader: files.Reader, offset: int, memory: Bytes | None, spare: list[Bytes] | None = None) -> None:
+        """Without memory of its own it takes some of what is to `spare`, and gives it back when all is in its places."""
         self._reader = reader
         self._offset = offset
         self._memory = memory
+        self._spare = spare
+        self.places: list[tuple[slice, Bytes]] = []
+        """Bytes that go elsewhere, and where they go."""
         self._lock = threading.Lock()
         self._under_way: Callable[[], Bytes] | None = None
         self._is_read = False
@@ -365,9 +369,20 @@ class _Chunk:
             if under_way is not None:
                 under_way()  # if it fails, whoever comes next begins anew
                 self._is_read = True
+                if self._spare is not None and self._memory is not None:
+                    for here, place in self.places:
+                        np.copyto(place, self._memory[here])
+                    self._spare.append(self._memory)
+                    self._memory = None
 
     def _begin(self) -> None:
         if not self._is_read and self._under_way is None:
+            if self._memory is None:
+                assert self._spare is not None
+                try:
+                    self._memory = self._spare.pop()
+                except IndexError:
+                    self._memory = new_pages(_CHUNK_BYTES)
             there = max(0, min(len(self._memory), self._reader.num_bytes - self._offset))
             self._under_way = self._reader.begin_direct(self._memory, self._offset, there)
 
@@ -381,10 +396,10 @@ class Loading:
 
     def __init__(
         self, readers: Mapping[int, files.Reader], manifest: Manifest, damaged: Callable[[StoredTensor], Exception],
-        windows: Mapping[int, tuple[int, int]] | None = None,
+        windows: Mapping[int, tuple[int, int]] | None = None, places: Mapping[int, torch.Tensor] | None = None,
     ) -> None:  # fmt: skip
         """`readers` of the base's files by rank. `windows`: the elements of tensors, by their number, that may be needed;
-        None: all."""
+        None: all. `places`: flat memory for all pieces that have any of these, where the caller has it."""
         self._readers = readers
         self._damaged = damaged
         self._stored = manifest.tensors
@@ -404,6 +419,9 @@ class Loading:
         self._chunks: list[tuple[int, list[_Chunk]]] = [(0, [])] * len(self._stored)
         """By tensor: where it begins in memory that these chunks fill."""
         self._bytes: list[Bytes] = [np.empty(0, np.uint8)] * len(self._stored)
+        """By tensor: its memory."""
+        self._places = {} if places is None else {i: t for i, t in places.items() if len(self._window[i])}
+        self._spare: list[Bytes] = []
         self._locks = [threading.Lock() for _ in self._stored]
         self._is_ready = [[False] * len(window) for window in self._window]
         """By tensor: each of the pieces that have memory."""
@@ -413,7 +431,8 @@ class Loading:
         for _, group in itertools.groupby(order, self._kind):
             self._place(list(group))
         self.tensors = [
-            typed(raw, dtype_named(t.dtype)) for raw, t in zip(self._bytes, self._stored, strict=True)
+            self._places[index] if index in self._places else typed(raw, dtype_named(self._stored[index].dtype))
+            for index, raw in enumerate(self._bytes)
         ]
         """Flat logical elements. Those that lie askew in the file have memory of their own, and are copied there."""
 
@@ -421,11 +440,14 @@ class Loading:
         """The element of a tensor that its memory begins with."""
         return self._window[index].start * self._piece[index]
 
-    def _kind(self, index: int) -> tuple[int, bool]:
-        return self._stored[index].rank, self._stored[index].role in ("param", "buffer")
+    def _kind(self, index: int) -> tuple[int, bool, bool]:
+        return self._stored[index].rank, index in self._places, self._stored[index].role in ("param", "buffer")
 
     def _place(self, indices: list[int]) -> None:
-        """Memory for what may be needed of these, in the order of the file: blocks that follow each other there do here."""
+        """Memory for what may be needed of these, in the order of the file: blocks that follow each other there do here.
+
+        What has a place passes through memory that is used again.
+        """
         runs: list[tuple[int, int, list[int]]] = []
         for i in indices:
             first, end = self._in_file(i)
@@ -435,8 +457,12 @@ class Loading:
             else:
                 together = []
             runs.append((first, end, [*together, i]))
-        memory = new_pages(sum(end - first for first, end, _ in runs))
         reader = self._readers[self._stored[indices[0]].rank]
+        if indices[0] in self._places:
+            for origin, end, together in runs:
+                self._pass_through(reader, origin, end, together)
+            return
+        memory = new_pages(sum(end - first for first, end, _ in runs))
         used = 0
         for origin, end, together in runs:
             here = memory[used : used + end - origin]
@@ -446,6 +472,22 @@ class Loading:
                 start, stop = (at - origin for at in self._in_file(i))
                 self._bytes[i] = here[start:stop]
                 self._chunks[i] = start, chunks
+
+    def _pass_through(self, reader: files.Reader, origin: int, end: int, indices: list[int]) -> None:
+        chunks = [_Chunk(reader, at, None, self._spare) for at in range(origin, end, _CHUNK_BYTES)]
+        for index in indices:
+            start, stop = (at - origin for at in self._in_file(index))
+            self._chunks[index] = start, chunks
+            self._bytes[index] = view_bytes(self._places[index])
+            if len(self._bytes[index]) != stop - start:
+                raise AssertionError("a place for a tensor has another size than the tensor")
+            at = start
+            while at < stop:
+                number, here = divmod(at, _CHUNK_BYTES)
+                count = min(stop - at, _CHUNK_BYTES - here)
+                place = self._bytes[index][at - start : at - start + count]
+                chunks[number].places.append((slice(here, here + count), place))
+                at += count
 
     def _in_file(self, index: int) -> tuple[int, int]:
         """The bytes of a tensor's window."""
@@ -496,7 +538,7 @@ class Loading:
         number = self._window[index].start + piece
         if piece_sum(raw[part], stored.uid, number * self._piece[index]) != stored.sums[number]:
             raise self._damaged(stored)
-        if not is_aligned(raw):
+        if index not in self._places and not is_aligned(raw):
             view_bytes(self.tensors[index])[part] = raw[part]
 
     def need_all(self, num_workers: int, wanted: Mapping[int, Sequence[tuple[int, int | None]]]) -> None:
@@ -526,9 +568,11 @@ class BaseReader:
                 self.close()
                 raise CorruptionError(f"{self._paths[number]} is missing, though the base's manifest is there") from None
 
-    def load(self, windows: Mapping[int, tuple[int, int]] | None = None) -> Loading:
-        """Its tensors, to be read straight into their memory when they are needed. `windows` as for Loading."""
-        return Loading(self._readers, self.manifest, self._damaged, windows)
+    def load(
+        self, windows: Mapping[int, tuple[int, int]] | None = None, places: Mapping[int, torch.Tensor] | None = None
+    ) -> Loading:
+        """Its tensors, to be read into their memory when they are needed. `windows` and `places` as for Loading."""
+        return Loading(self._readers, self.manifest, self._damaged, windows, places)
 
     def check(self) -> None:
         """Read everything and verify it."""
