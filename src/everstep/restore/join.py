@@ -42,6 +42,8 @@ from everstep.store.runs import Listing, RunPath, read_listing
 BATCH_BYTES = 512 << 20
 """So much of the source's state (or one atom of each rank that is read at once, if that is more) is in memory at a time
 where it must be cut."""
+MOST_AT_ONCE = 4
+"""So many portions are read side by side: more would each be small."""
 
 
 @dataclass
@@ -416,7 +418,7 @@ class _Joiner:
         specs = [spec for layout in self._source.layouts for spec in layout.optimizers]
         if num_bytes <= ALONE_BYTES or not self._source.reads_at_once or any(s.cls not in ELEMENTWISE for s in specs):
             return 1
-        return max(1, min(len(ranks), os.cpu_count() or 1))
+        return max(1, min(len(ranks), os.cpu_count() or 1, MOST_AT_ONCE))
 
     @property
     def reads_any(self) -> bool:
