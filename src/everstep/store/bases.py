@@ -45,6 +45,7 @@ SMALL_BYTES = 32 << 10
 a piece of any dtype, and less than torch would use several threads for.)"""
 ALONE_BYTES = 1 << 20
 """So much is read and verified sooner than threads for it are started."""
+_NOTHING: Bytes = np.empty(0, np.uint8)
 _numbers = itertools.count()
 _SAFETENSORS = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
@@ -346,14 +347,10 @@ def cursor_of(manifest: Manifest) -> bytes:
 class _Chunk:
     """Blocks of the file and their place in memory. Each is read once: memory may be changed as soon as it is filled."""
 
-    def __init__(self, reader: files.Reader, offset: int, memory: Bytes | None, spare: list[Bytes] | None = None) -> None:
-        """Without memory of its own it takes some of what is to `spare`, and gives it back when all is in its places."""
+    def __init__(self, reader: files.Reader, offset: int, memory: Bytes) -> None:
         self._reader = reader
         self._offset = offset
         self._memory = memory
-        self._spare = spare
-        self.places: list[tuple[slice, Bytes]] = []
-        """Bytes that go elsewhere, and where they go."""
         self._lock = threading.Lock()
         self._under_way: Callable[[], Bytes] | None = None
         self._is_read = False
@@ -369,22 +366,44 @@ class _Chunk:
             if under_way is not None:
                 under_way()  # if it fails, whoever comes next begins anew
                 self._is_read = True
-                if self._spare is not None and self._memory is not None:
-                    for here, place in self.places:
-                        np.copyto(place, self._memory[here])
-                    self._spare.append(self._memory)
-                    self._memory = None
+                self._arrived()
 
     def _begin(self) -> None:
         if not self._is_read and self._under_way is None:
-            if self._memory is None:
-                assert self._spare is not None
-                try:
-                    self._memory = self._spare.pop()
-                except IndexError:
-                    self._memory = new_pages(_CHUNK_BYTES)
             there = max(0, min(len(self._memory), self._reader.num_bytes - self._offset))
             self._under_way = self._reader.begin_direct(self._memory, self._offset, there)
+
+    def _arrived(self) -> None:
+        """What was read is in its place."""
+
+
+class _PassingChunk(_Chunk):
+    """Blocks that are read into memory that is used again, and then copied to where they belong."""
+
+    def __init__(self, reader: files.Reader, offset: int, num_bytes: int, spare: list[Bytes]) -> None:
+        """`spare`: memory for whoever begins to read next, of _CHUNK_BYTES each."""
+        super().__init__(reader, offset, _NOTHING)
+        self._num_bytes = num_bytes
+        self._spare = spare
+        self._buffer: Bytes | None = None
+        self.places: list[tuple[slice, Bytes]] = []
+        """Which of these bytes go where."""
+
+    def _begin(self) -> None:
+        if not self._is_read and self._buffer is None:
+            try:
+                self._buffer = self._spare.pop()
+            except IndexError:
+                self._buffer = new_pages(_CHUNK_BYTES)
+            self._memory = self._buffer[: self._num_bytes]
+        super()._begin()
+
+    def _arrived(self) -> None:
+        for here, place in self.places:
+            np.copyto(place, self._memory[here])
+        assert self._buffer is not None
+        self._spare.append(self._buffer)
+        self._buffer, self._memory = None, _NOTHING
 
 
 class Loading:
@@ -416,17 +435,17 @@ class Loading:
             start, stop = (0, max(numel, 1)) if windows is None else windows.get(index, (0, 0))
             self._piece.append(piece)
             self._window.append(range(start // piece, -(-stop // piece)))
-        self._chunks: list[tuple[int, list[_Chunk]]] = [(0, [])] * len(self._stored)
+        self._chunks: list[tuple[int, Sequence[_Chunk]]] = [(0, [])] * len(self._stored)
         """By tensor: where it begins in memory that these chunks fill."""
-        self._bytes: list[Bytes] = [np.empty(0, np.uint8)] * len(self._stored)
+        self._bytes: list[Bytes] = [_NOTHING] * len(self._stored)
         """By tensor: its memory."""
-        self._places = {} if places is None else {i: t for i, t in places.items() if len(self._window[i])}
+        self._places = self._all_places(places) if places else {}
         self._spare: list[Bytes] = []
         self._locks = [threading.Lock() for _ in self._stored]
         self._is_ready = [[False] * len(window) for window in self._window]
         """By tensor: each of the pieces that have memory."""
         read = (index for index, window in enumerate(self._window) if len(window))
-        order = sorted(read, key=lambda i: (self._stored[i].rank, self._stored[i].offset))
+        order = sorted(read, key=lambda i: (self._kind(i), self._stored[i].offset))
         # Parameters and optimizer state in memory of their own: whoever keeps only the ones does not hold the others.
         for _, group in itertools.groupby(order, self._kind):
             self._place(list(group))
@@ -440,8 +459,19 @@ class Loading:
         """The element of a tensor that its memory begins with."""
         return self._window[index].start * self._piece[index]
 
+    def _all_places(self, given: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Small ones between those that have a place get one, too: they are read with what they lie among."""
+        found = {}
+        for index, (stored, window) in enumerate(zip(self._stored, self._window, strict=True)):
+            if len(window) and index in given:
+                found[index] = given[index]
+            elif len(window) and stored.num_bytes <= SMALL_BYTES:
+                found[index] = torch.empty(stored.num_bytes // self._itemsize[index], dtype=dtype_named(stored.dtype))
+        return found
+
     def _kind(self, index: int) -> tuple[int, bool, bool]:
-        return self._stored[index].rank, index in self._places, self._stored[index].role in ("param", "buffer")
+        is_placed = index in self._places
+        return self._stored[index].rank, is_placed, not is_placed and self._stored[index].role in ("param", "buffer")
 
     def _place(self, indices: list[int]) -> None:
         """Memory for what may be needed of these, in the order of the file: blocks that follow each other there do here.
@@ -474,7 +504,9 @@ class Loading:
                 self._chunks[i] = start, chunks
 
     def _pass_through(self, reader: files.Reader, origin: int, end: int, indices: list[int]) -> None:
-        chunks = [_Chunk(reader, at, None, self._spare) for at in range(origin, end, _CHUNK_BYTES)]
+        chunks = [
+            _PassingChunk(reader, at, min(_CHUNK_BYTES, end - at), self._spare) for at in range(origin, end, _CHUNK_BYTES)
+        ]
         for index in indices:
             start, stop = (at - origin for at in self._in_file(index))
             self._chunks[index] = start, chunks
@@ -525,7 +557,7 @@ class Loading:
             raise AssertionError("a part of a base is needed that was not asked for")
         return found
 
-    def _under(self, index: int, pieces: range) -> list[_Chunk]:
+    def _under(self, index: int, pieces: range) -> Sequence[_Chunk]:
         """Under these pieces."""
         size = self._itemsize[index] * self._piece[index]
         first, chunks = self._chunks[index]
