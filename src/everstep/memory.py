@@ -188,9 +188,11 @@ def copy_all(copies: Sequence[tuple[torch.Tensor, torch.Tensor]], num_workers: i
         count = -(-into.nbytes // _AT_ONCE_BYTES) if into.dim() else 1
         parts += zip(into.chunk(count), value.chunk(count), strict=True) if count > 1 else [(into, value)]
     before = torch.get_num_threads()
-    with ThreadPoolExecutor(num_workers, "everstep-copy", initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        list(pool.map(lambda part: part[0].copy_(part[1]), parts))
-    torch.set_num_threads(before)
+    try:
+        with ThreadPoolExecutor(num_workers, "everstep-copy", initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            list(pool.map(lambda part: part[0].copy_(part[1]), parts))
+    finally:
+        torch.set_num_threads(before)
 
 
 class Scratch:

@@ -10,6 +10,7 @@ import contextlib
 import os
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -1162,6 +1163,42 @@ def test_gradients_that_are_there_when_the_trainer_takes_a_base_are_in_it(
     for _ in train(again, its_optimizer, range(STEPS, STEPS + 4)):
         pass
     assert not equal([p.detach() for p in again.parameters()], [p.detach() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("build", [sgd, adamw_fused])
+def test_gradients_in_a_base_of_which_some_go_and_others_stay_are_told_one_by_one(
+    build: Callable[[], Any], tmp_path: Any
+) -> None:
+    """What a base has, and what is no longer there at the next commit, does not come back."""
+    model, optimizer = build()
+    run = everstep.attach(model, optimizer, tmp_path / "run", quiet=True, follower=False, base_interval=1000)
+    truth = Truth(run, model, optimizer)
+    truth.resume()
+    expected: dict[int, list[Any]] = {}
+    first = next(model.parameters())
+    for t in range(STEPS + 4):
+        if t < STEPS:
+            optimizer.zero_grad()
+        elif t == STEPS:
+            first.grad = None
+            first.requires_grad_(False)
+        loss_of(model).backward()
+        optimizer.step()
+        run._rebase = t == STEPS - 1  # as after an edit
+        truth.commit()
+        expected[t + 1] = grads_of(model)
+    run.flush()
+    run._capture.snapshot.wait()
+    crash(run)
+    check_history(tmp_path / "run", truth)
+    for step in range(STEPS, STEPS + 5):
+        again, its_optimizer = build()
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always", InexactWarning)
+            everstep.open(tmp_path / "run").restore(again, its_optimizer, step=step)
+        found = grads_of(again)
+        assert not equal(expected[step], found) or (step == STEPS and said), step
+        assert step == STEPS or found[0] is None
 
 
 class Sparse(nn.Module):

@@ -129,6 +129,8 @@ class Disk:
         self.root = root
         self.top = Folder()
         self.num_events = 0
+        self._removed: dict[str, int] = {}
+        """When files were, by their paths."""
         self.written = b""
         """Everything ever written to log files so far: what freed blocks may still hold."""
 
@@ -167,6 +169,7 @@ class Disk:
                 folder.change(index, {name: File()})
         elif event.op in ("unlink", "rmdir"):
             folder.change(index, {name: None})
+            self._removed[event.path] = index
         elif event.op == "rename":
             target = self._parts(event.target)
             assert target[:-1] == parts[:-1], "renames stay within a folder"
@@ -175,6 +178,9 @@ class Disk:
             target = self._parts(event.target)
             assert target[:-1] == parts[:-1], "exchanges stay within a folder"
             folder.change(index, {name: folder.live[target[-1]], target[-1]: folder.live[name]})
+        elif event.op == "sync" and name not in folder.live:
+            # A segment's end is made durable while another process removes it, since a base has all of its steps.
+            assert self._removed[event.path] >= recorded.begun, f"{event.path} was removed before it was synced"
         else:
             file = folder.live[name]
             assert isinstance(file, File), f"{event.op} of {event.path}"

@@ -59,10 +59,13 @@ class Carry:
     def late(self, held: Held) -> None:
         """The next update comes and its predecessor's gradients are still there: they belong to the last commit's state."""
         if self.left and held.seal is not None and held.attached():
-            left = list(self._still_there(held))
+            left = self._still_there(held)
             # If they have been added to by now, what they were at the commit is no longer known.
-            held.seal.also = [PendingCarry("consumed" if held.untouched() else "lost", left)]
-            self._kinds = dict.fromkeys(left, "consumed")
+            kind = "consumed" if held.untouched() else "lost"
+            held.seal.also = [PendingCarry(kind, list(left))]
+            self._kinds |= dict.fromkeys(left, kind)  # a base may have others, which are to be told when they go
+            if kind == "consumed":
+                self._versions |= {uid: version for uid, (_, version) in left.items()}
             self._stay = True
         self.left = False
 
@@ -75,6 +78,8 @@ class Carry:
             for uid, (grad, version) in self._still_there(held).items():
                 if grad._version == version:
                     self._kinds[uid], self._versions[uid] = "consumed", version
+                else:
+                    self._kinds[uid] = "lost"
 
     def _still_there(self, held: Held) -> dict[int, tuple[torch.Tensor, int]]:
         """By uid, the dense gradients of an update that are on their parameters, and their versions at it."""

@@ -83,16 +83,27 @@ def restore(
     raise _with_alternatives(line, failures[0])
 
 
+_gc_lock = threading.Lock()
+_num_without_gc = 0
+_had_gc = False
+
+
 @contextlib.contextmanager
 def no_gc() -> Iterator[None]:
-    """Without the cycle collector: many small objects are made and none of them are in cycles."""
-    enabled = gc.isenabled()
-    gc.disable()
+    """Without the cycle collector: many small objects are made and none of them are in cycles. Any thread."""
+    global _num_without_gc, _had_gc
+    with _gc_lock:
+        if not _num_without_gc:
+            _had_gc = gc.isenabled()
+            gc.disable()
+        _num_without_gc += 1
     try:
         yield
     finally:
-        if enabled:
-            gc.enable()
+        with _gc_lock:
+            _num_without_gc -= 1
+            if not _num_without_gc and _had_gc:
+                gc.enable()
 
 
 def _with_alternatives(line: Line, error: CorruptionError) -> CorruptionError:

@@ -40,6 +40,8 @@ _PART = re.compile(r"part-(\d{5})-of-(\d{5})\.json")
 _READ_BYTES = 4 << 20
 _CHUNK_BYTES = 2 << 20
 """What a piece waits for is little more than itself."""
+_PASSING_BYTES = 256 << 10
+"""Tensors up to this size do not interrupt what passes through: each run of that has buffers and reads of its own."""
 SMALL_BYTES = 32 << 10
 """Tensors up to this size are copied together: what Python does for each would take longer than the copy. (It is less than
 a piece of any dtype, and less than torch would use several threads for.)"""
@@ -460,13 +462,14 @@ class Loading:
         return self._window[index].start * self._piece[index]
 
     def _all_places(self, given: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Small ones between those that have a place get one, too: they are read with what they lie among."""
+        """Smaller ones between those that have a place get one, too: they are read with what they lie among."""
         found = {}
         for index, (stored, window) in enumerate(zip(self._stored, self._window, strict=True)):
             if len(window) and index in given:
                 found[index] = given[index]
-            elif len(window) and stored.num_bytes <= SMALL_BYTES:
-                found[index] = torch.empty(stored.num_bytes // self._itemsize[index], dtype=dtype_named(stored.dtype))
+            elif len(window) and stored.num_bytes <= _PASSING_BYTES:
+                first, end = self._in_file(index)
+                found[index] = torch.empty((end - first) // self._itemsize[index], dtype=dtype_named(stored.dtype))
         return found
 
     def _kind(self, index: int) -> tuple[int, bool, bool]:
