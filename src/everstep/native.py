@@ -1,11 +1,12 @@
 """The one part that can be native: native.cpp, built for this interpreter and this torch by `everstep native`.
 
-Nothing depends on it: without it the same is done in Python, which takes the training thread some 40 µs more a step for 77
+Nothing depends on it: without it the same is done in Python, which takes the training thread some 80 µs more a step for 77
 parameters. What was built for another torch, or from another source, is not found, since its name says what it is for.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import hashlib
 import importlib.machinery
@@ -16,8 +17,7 @@ import shlex
 import subprocess
 import sysconfig
 import tempfile
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -25,7 +25,20 @@ from everstep.errors import NativeBuildError
 
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
 _SOURCE = os.path.join(_FOLDER, "native.cpp")
-Look = Callable[[list[torch.Tensor]], bytes]
+
+
+class Native(Protocol):
+    """native.cpp, which says what each of them returns."""
+
+    GENERATORS_BYTES: int
+
+    def look(self, tensors: list[torch.Tensor], /) -> bytes: ...
+
+    def generators(self, of_torch: torch.Generator, of_numpy: int, of_random: int, seen: bytearray, /) -> int: ...
+
+    def same_groups(
+        self, groups: list[dict[str, Any]], values: list[Any], sizes: list[int], params: list[torch.Tensor] | None, /
+    ) -> bool | None: ...
 
 
 def path(folder: str = _FOLDER) -> str:
@@ -49,7 +62,7 @@ def build(folder: str = _FOLDER) -> str:
         made = os.path.join(scratch, "native.so")
         command = [
             *compiler, "-O2", "-std=c++20", "-shared", "-fPIC", abi, *(f"-I{i}" for i in includes), _SOURCE,
-            f"-L{libraries}", "-lc10", "-o", made,
+            f"-L{libraries}", "-ltorch_cpu", "-lc10", "-o", made,
         ]  # fmt: skip
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -68,8 +81,8 @@ def build(folder: str = _FOLDER) -> str:
 
 
 @functools.cache
-def look() -> Look | None:
-    """`look` of native.cpp; None where it has not been built, or does not load."""
+def part() -> Native | None:
+    """The native part; None where it has not been built, or does not load."""
     built = path()
     if not os.path.exists(built):
         return None
@@ -79,19 +92,24 @@ def look() -> Look | None:
         return None
 
 
-def _load(file: str) -> Look:
+def _load(file: str) -> Native:
     loader = importlib.machinery.ExtensionFileLoader("native", file)
     spec = importlib.util.spec_from_file_location("native", file, loader=loader)
     assert spec is not None
     module: Any = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
-    return module.look  # type: ignore[no-any-return]
+    return module  # type: ignore[no-any-return]
 
 
-def _check(found: Look) -> None:
+def _check(found: Native) -> None:
     """NativeBuildError unless it sees what Python sees."""
     tensors = [torch.zeros(3), torch.nn.Parameter(torch.zeros(2, 2)), torch.zeros(8)[2:]]
     tensors[0].add_(1)
-    seen = memoryview(found(tensors)).cast("q").tolist()
-    if seen != [n for t in tensors for n in (t._version, t.data_ptr(), int(t.requires_grad))]:
+    told = memoryview(found.look(tensors)).cast("q").tolist()
+    generator, words, seen = torch.Generator(), ctypes.create_string_buffer(4096), bytearray(found.GENERATORS_BYTES)
+    address = ctypes.addressof(words)
+    moved = [found.generators(generator, address, address, seen) for _ in range(2)]
+    torch.rand(1, generator=generator)
+    moved.append(found.generators(generator, address, address, seen))
+    if told != [n for t in tensors for n in (t._version, t.data_ptr(), int(t.requires_grad))] or moved != [1, 0, 1]:
         raise NativeBuildError("what was built reads other values than Python does: it is not used")

@@ -7,22 +7,69 @@ import functools
 import hashlib
 import random
 import sys
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from everstep import native
+
 
 def capture() -> dict[str, Any]:
-    """torch (CPU and every accelerator in use), numpy's global one, random. Cheap; values are immutable or copies."""
-    state: dict[str, Any] = {
-        "torch": torch.default_generator.get_state(),
-        "numpy": _numpy_state(),
-        "random": _random_state(),
-    }
-    if _has_accelerator():
-        state["device"] = _device_states()
+    """torch (CPU and every accelerator in use), numpy's global one, random. Cheap; values are immutable or copies, and nobody
+    writes to what is returned: it may be returned again."""
+    with _lock:
+        look, state, _Seen.state = _Seen.look, _Seen.state, None  # if this is interrupted, nothing is known
+        if state is None or look is None or _rand._bit_generator is not _Numpy.generator:
+            state = _all()
+        else:
+            moved = look()
+            if moved or state["numpy"][3] or _Random.gauss_next is not state["random"][2]:
+                state = _moved(state, moved)
+        _Seen.state = state
+    return {**state, "device": _device_states()} if _has_accelerator() else state
+
+
+_lock = threading.Lock()
+"""What was seen last is one thing for all threads."""
+
+
+class _Seen:
+    """What capture() found last. With `_lock`."""
+
+    state: dict[str, Any] | None = None
+    look: Callable[[], int] | None = None
+    """Which generators have moved since it was called last: by the native part, all three at once."""
+
+
+def _all() -> dict[str, Any]:
+    """Every generator is asked; what the native part sees from now on is compared with what it sees now."""
+    if _Seen.look is None or _rand._bit_generator is not _Numpy.generator:
+        _numpy_state()
+        words, of_numpy, found = _random_words(), _Numpy.words, native.part()
+        _Seen.look = None
+        if found is not None and words is not None and of_numpy is not None:
+            _Seen.look = functools.partial(
+                found.generators, torch.default_generator, of_numpy.address, words.address,
+                bytearray(found.GENERATORS_BYTES),
+            )  # fmt: skip
+    if _Seen.look is not None:
+        _Seen.look()
+    return {"torch": torch.default_generator.get_state(), "numpy": _numpy_state(), "random": _random_state()}
+
+
+def _moved(state: dict[str, Any], moved: int) -> dict[str, Any]:
+    """A new state, of which only what has moved is asked. (numpy's words stay when a deviate held back is used up.)"""
+    state = dict(state)
+    if moved & 1:
+        state["torch"] = torch.default_generator.get_state()
+    if moved & 2 or state["numpy"][3]:
+        state["numpy"] = _numpy_state()
+    if moved & 4 or _Random.gauss_next is not state["random"][2]:
+        state["random"] = _random_state()
     return state
 
 
@@ -40,6 +87,7 @@ class _Words:
     """The words and position of a Mersenne Twister, looked at in place."""
 
     def __init__(self, address: int) -> None:
+        self.address = address
         memory: Any = (ctypes.c_char * _STATE_BYTES).from_address(address)
         self._now = memoryview(memory).cast("B").cast("I")
         self._last = memoryview(b"").cast("I")

@@ -405,3 +405,24 @@ def test_a_follower_that_is_asked_for_a_step_that_has_a_base_answers_with_it(tmp
     compactor.advance(3)
     assert compactor.write_base(direct=False).step == 3
     assert compactor.complete, "what the trainer took is proven"
+
+
+def test_a_follower_forgets_what_it_has_folded(tmp_path: Path) -> None:
+    model, optimizer = build()
+    options: dict[str, Any] = {"follower": False, "segment_bytes": 20_000, "retention": {}, "quiet": True}
+    run = everstep.attach(model, optimizer, tmp_path / "run", **options)
+    run.resume()
+    compactor = Compactor(RunPath(str(tmp_path / "run")), 1, 1)
+    known = []
+    for last in range(10, 61, 10):
+        while run.step < last:
+            step(model, optimizer)
+            run.commit(wait=True)
+        compactor.advance(last)
+        assert compactor._line is not None and compactor.step == last
+        known.append((len(compactor._line.segments), len(compactor._line.frames)))
+    names = [name for name in os.listdir(tmp_path / "run/timelines/0001/log/rank-00000") if name.endswith(".frames")]
+    assert len(names) > 12, "segments whose files are still there"
+    assert max(known) <= (2, 2), known
+    assert compactor.proven == 60, "and what it holds is right"
+    crash(run)

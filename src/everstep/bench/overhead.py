@@ -22,6 +22,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from everstep import native
@@ -350,7 +351,7 @@ def _report(settings: Settings, totals: _Totals, copy: _Copy, block_steps: int, 
         "base_interval": interval,
         "durability": "step",
         "mode": settings.mode,
-        "native_part": native.look() is not None,
+        "native_part": native.part() is not None,
         "shadow": settings.shadow or ("local" if settings.mode == "shadow" else ""),
         "pool_file_system": machine.file_system(settings.pool or settings.folder or tempfile.gettempdir()),
         "snapshot_interval": totals.steps / totals.snapshots if totals.snapshots else None,
@@ -432,22 +433,22 @@ def measure_rss(
         copy = _Copy(settings.workload, settings.codec)
         run = copy.attach(os.path.join(top, "run"), interval, settings)
         follower = Follower(run)
-        own, other = [], []
+        # Touched before: what a measurement keeps of each step must not be taken for growth.
+        own, other, without = np.full((3, last_step - first_step), -1, np.int64)
         try:
             for step in range(last_step):
                 copy.train(1)
                 if step >= first_step:
-                    own.append(machine.resident_bytes())
-                    other.append(machine.resident_bytes(follower.pid or 0))
+                    own[step - first_step] = machine.resident_bytes()
+                    other[step - first_step] = machine.resident_bytes(follower.pid or 0)
                 progress("steps with Everstep", step + 1, last_step)
             stats = run.stats()
         finally:
             run.close()
         copy.restart()
-        without = []
         for step in range(first_step, last_step):
             copy.train(1)
-            without.append(machine.resident_bytes())
+            without[step - first_step] = machine.resident_bytes()
             progress("steps without", step + 1 - first_step, last_step - first_step)
     finally:
         torch.set_num_threads(before)
@@ -458,9 +459,9 @@ def measure_rss(
         "first_step": first_step,
         "last_step": last_step,
         "num_compactions": stats["follower_bases"],
-        "trainer": _growth(own, block),
-        "follower": _growth(other, block),
-        "without": _growth(without, block),
+        "trainer": _growth(own.tolist(), block),
+        "follower": _growth(other.tolist(), block),
+        "without": _growth(without.tolist(), block),
     }
 
 

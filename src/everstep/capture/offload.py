@@ -34,11 +34,47 @@ from everstep.tune.averages import Spent
 DURABILITIES = ("step", "batch", "os")
 POLLED_S = (0.05, 1.0)
 """Where updates are so far apart, the writer is awake when the next is due."""
-_POLLED_SHARE, _POLLS = 0.1, 24
-"""For this share of the time between two updates, half of it before the next is due, it looks so many times."""
+POLLED_COMMIT_S = (0.01, 1.0)
+"""Where a commit comes so long after the first part of its frame, the writer is awake when it is due."""
+_POLLED_SHARE, _POLLED_COMMIT_SHARE, _POLLS = 0.3, 0.4, 32
+"""For this share of the time that it usually takes, half of it before the next is due, it looks so many times."""
 _DISTURBED_S = 0.004
 """Who wakes up so late has waited for Python's lock, and so for a training thread that does not run without it: it is left
 alone then."""
+
+
+class _Expected:
+    """When something comes again, as far as can be told from how long it took the last times."""
+
+    def __init__(self, within_s: tuple[float, float], share: float) -> None:
+        self._within_s, self._share = within_s, share
+        self.usual_s = 0.0
+        """0: not known."""
+
+    def came(self, took_s: float) -> None:
+        # A pause (validation, a debugger) is no step.
+        usual_s = self.usual_s
+        self.usual_s = 0.8 * usual_s + 0.2 * min(took_s, 2 * usual_s) if usual_s else took_s
+
+    def next(self, jobs: queue.SimpleQueue[_Job], since: float) -> _Job:
+        """The next job. To wake a thread takes 30 µs of whoever does it, which is the training thread: so this one gets up
+        by itself when what it expects is due, and looks from time to time until it is there."""
+        window_s = self._share * self.usual_s
+        early_s = since + self.usual_s - window_s / 2 - time.perf_counter()
+        if not self._within_s[0] <= self.usual_s <= self._within_s[1] or early_s < -window_s:
+            return jobs.get()
+        if early_s > 0:
+            with contextlib.suppress(queue.Empty):
+                return jobs.get(timeout=early_s)
+        pause_s = window_s / _POLLS
+        for _ in range(_POLLS):
+            if not jobs.empty():
+                break
+            begun = time.perf_counter()
+            time.sleep(pause_s)
+            if time.perf_counter() - begun > pause_s + _DISTURBED_S:
+                break
+        return jobs.get()
 
 
 @dataclass
@@ -95,8 +131,10 @@ class Offload:
         """Written by the training thread alone; what is done, by the writer's: so neither needs a lock."""
         self._done_steps = self._done_bytes = 0
         self._frame: _Open | None = None
-        self._usual_s = 0.0
-        """From one update to the next; 0: not known."""
+        self._update = _Expected(POLLED_S, _POLLED_SHARE)
+        """The first part of a frame, after that of the last one."""
+        self._commit = _Expected(POLLED_COMMIT_S, _POLLED_COMMIT_SHARE)
+        """The end of a frame, after its first part."""
         self._last_update = time.perf_counter()
         self._unsynced = 0
         self.written_step = -1
@@ -199,31 +237,14 @@ class Offload:
     # -- writer thread ------------------------------------------------------------------------------------------------
 
     def _next(self) -> _Job:
-        """Wait for the next job. To wake a thread takes 30 µs of whoever does it, which is the training thread: so this one
-        gets up by itself when an update is due, and looks from time to time until it is there."""
-        usual_s, jobs = self._usual_s, self._jobs
-        window_s = _POLLED_SHARE * usual_s
-        early_s = self._last_update + usual_s - window_s / 2 - time.perf_counter()
-        if not (POLLED_S[0] <= usual_s <= POLLED_S[1] and early_s > 0):
-            return jobs.get()
-        with contextlib.suppress(queue.Empty):
-            return jobs.get(timeout=early_s)
-        pause_s = window_s / _POLLS
-        for _ in range(_POLLS):
-            if not jobs.empty():
-                break
-            begun = time.perf_counter()
-            time.sleep(pause_s)
-            if time.perf_counter() - begun > pause_s + _DISTURBED_S:
-                break
-        return jobs.get()
+        """Wait for the next job: the first part of a frame, or what follows it."""
+        return (self._update if self._frame is None else self._commit).next(self._jobs, self._last_update)
 
     def _saw_update(self) -> None:
         """At the first part of a frame: how far apart they are."""
-        now, usual_s = time.perf_counter(), self._usual_s
-        took, self._last_update = now - self._last_update, now
-        # A pause (validation, a debugger) is no step.
-        self._usual_s = 0.8 * usual_s + 0.2 * min(took, 2 * usual_s) if usual_s else took
+        now = time.perf_counter()
+        took_s, self._last_update = now - self._last_update, now
+        self._update.came(took_s)
 
     def _run(self) -> None:
         while True:
@@ -259,6 +280,9 @@ class Offload:
 
     def _write(self, job: PendingCommit | tuple[int, Item, int]) -> None:
         if isinstance(job, PendingCommit):
+            if self._frame is not None:
+                waited_s = (time.time_ns() - job.wall_time_ns) / 1e9
+                self._commit.came(max(time.perf_counter() - self._last_update - waited_s, 0.0))
             self._finish(job)
         else:
             self._item(job[0], job[1])

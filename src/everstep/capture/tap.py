@@ -21,7 +21,7 @@ import msgspec
 import torch
 from torch.optim import Optimizer
 
-from everstep import forks, payloads, sharding, tree
+from everstep import forks, native, payloads, sharding, tree
 from everstep.capture.carry import Carry
 from everstep.capture.early import Early
 from everstep.capture.held import Held, clone, unshared, version_of, versions_of
@@ -93,6 +93,7 @@ class Tap:
         self._uids_now = uids
         self._recorder = recorder
         self._early = early
+        self._native = native.part()
         self._lock = threading.Lock()
         """Two threads that look at the same gradients at once would take each other for somebody else."""
         self._depth = 0
@@ -201,7 +202,7 @@ class Tap:
         """The groups, if any hyperparameter differs from what was last recorded."""
         if self._is_wrapped:
             follow_outer(self.optimizer)
-        if self._hyper_is_same():
+        if self.groups_are_as_recorded():
             return []
         groups = self.optimizer.param_groups
         self._hyper_values = list(chain.from_iterable(map(dict.values, groups)))
@@ -213,15 +214,22 @@ class Tap:
         self._hyper_bytes = now
         return [self.groups_item()]
 
-    def _hyper_is_same(self) -> bool:
-        """Whether every hyperparameter is the very object that was last recorded, and cannot have changed."""
-        values = list(chain.from_iterable(map(dict.values, self.optimizer.param_groups)))
-        return (
-            self._hyper_is_fixed
-            and self._hyper_bytes is not None
-            and len(values) == len(self._hyper_values)
-            and all(map(is_, values, self._hyper_values))
-        )
+    def groups_are_as_recorded(self, *, params: bool = False) -> bool:
+        """Whether every hyperparameter is the very object that was last recorded, and cannot have changed, and groups are of
+        as many parameters as they were; with `params`, of the same ones."""
+        if not self._hyper_is_fixed or self._hyper_bytes is None:
+            return False
+        groups, all_params = self.optimizer.param_groups, self._all if params else None
+        if self._native is not None:
+            found = self._native.same_groups(groups, self._hyper_values, self.group_sizes, all_params)
+            if found is not None:
+                return found
+        values, lists = list(chain.from_iterable(map(dict.values, groups))), [g["params"] for g in groups]
+        if len(values) != len(self._hyper_values) or not all(map(is_, values, self._hyper_values)):
+            return False
+        if list(map(len, lists)) != self.group_sizes:
+            return False
+        return all_params is None or all(map(is_, chain.from_iterable(lists), all_params))
 
     # -- hooks --------------------------------------------------------------------------------------------------------
 
@@ -298,7 +306,7 @@ class Tap:
         if held is None or not held.was_released or self.carry.is_learning or self.results_due or not self._is_last():
             return False
         # Parameters that were exchanged within a group's list are found at the commit, which then stores the new ones.
-        if not self._hyper_is_same() or [len(g["params"]) for g in self.optimizer.param_groups] != self.group_sizes:
+        if not self.groups_are_as_recorded():
             return False
         own = vars(self.optimizer)
         if "grad_scale" in own or "found_inf" in own:

@@ -7,7 +7,6 @@ nothing to tell; if anything is out of the ordinary, they are asked themselves, 
 
 from __future__ import annotations
 
-from itertools import chain
 from operator import add, attrgetter, is_
 
 import torch
@@ -30,7 +29,8 @@ class Usual:
     def __init__(self, tap: Tap, watch: Watch, structure: Structure, strays: Strays) -> None:
         self._tap, self._watch, self._structure, self._strays = tap, watch, structure, strays
         self._name = tap.name
-        self._native = native.look()
+        found = native.part()
+        self._native = None if found is None else found.look
         self._looked_at: list[torch.Tensor] = []
         self._seen = b""
         self._lists: tuple[object, ...] = ()
@@ -57,15 +57,8 @@ class Usual:
         if len(optimizer.state) != watch._state_sizes[name] or self._strays._params or self._strays._told:
             return False
 
-        groups = optimizer.param_groups
-        values, lists = list(chain.from_iterable(map(dict.values, groups))), [g["params"] for g in groups]
-        if not tap._hyper_is_fixed or tap._hyper_bytes is None or len(values) != len(tap._hyper_values):
+        if not tap.groups_are_as_recorded(params=True):
             return False
-        if not all(map(is_, values, tap._hyper_values)) or list(map(len, lists)) != tap.group_sizes:
-            return False
-        if not all(map(is_, chain.from_iterable(lists), tap._all)):
-            return False
-
         if structure._registrations.seen or not self._tensors_are_as_expected(delta):
             return False
         holders, keys, hung, containers, lengths = next(structure._parts)

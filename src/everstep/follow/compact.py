@@ -152,6 +152,8 @@ class Compactor(Held):
     _chunk_bytes = 1 << 30
     proven = -1
     """The last step of which every bit was compared with the trainer's."""
+    _past = -1
+    """Segments up to the one of this first step are folded and forgotten, though their files may be there for long."""
 
     def advance(self, step: int) -> None:
         """Fold up to this durable step and check its audit. AuditError names the first step that differs."""
@@ -170,11 +172,12 @@ class Compactor(Held):
         if base is None:
             raise CorruptionError(f"{self._path.path}: no base at or before step {step}")
         self.load(line, base)
+        self._past = -1
 
     def _refresh(self, step: int) -> None:
         """Learn of frames that have been written since the last look."""
-        line = self._line
-        assert line is not None
+        state, line = self._state, self._line
+        assert state is not None and line is not None
         if step in line.frames:
             return
         folder = self._path.log(self.timeline)
@@ -185,11 +188,26 @@ class Compactor(Held):
             file = os.path.join(folder, name)
             segment = line.segments.get(file)
             if segment is None:
+                if parsed[1] <= self._past:
+                    continue
                 segment = line.segments[file] = Segment(file, line.listing.run.run, self._path.rank, *parsed)
             if segment.end is None:
                 segment.scan()
                 for frame in segment.frames:
-                    line.frames.setdefault(frame.step, frame)
+                    if frame.step > state.step:
+                        line.frames.setdefault(frame.step, frame)
+
+    def _forget_folded(self) -> None:
+        """What is known of frames and whole segments up to the step held: a run has ever more of them."""
+        state, line = self._state, self._line
+        assert state is not None and line is not None
+        for step in [n for n in line.frames if n <= state.step]:
+            del line.frames[step]
+        for file, segment in list(line.segments.items()):
+            is_whole = segment.end is not None and segment.generation == self.generation
+            if is_whole and all(frame.step <= state.step for frame in segment.frames):
+                self._past = max(self._past, segment.first_step)
+                del line.segments[file]
 
     def _fold(self, step: int) -> None:
         state, line = self._state, self._line
@@ -217,8 +235,7 @@ class Compactor(Held):
         finally:
             for reader in readers:
                 reader.close()
-        for entry in entries:
-            line.frames.pop(entry.step, None)
+        self._forget_folded()
 
     def _first_difference(self, bad: list[str], last: int) -> AuditError:
         """Replay step by step from the newest base to name the step."""
