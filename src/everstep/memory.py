@@ -55,6 +55,8 @@ _DTYPES: dict[int, str] = {
 DTYPE_BY_CODE: dict[int, torch.dtype] = {c: getattr(torch, n) for c, n in _DTYPES.items() if hasattr(torch, n)}
 CODE_BY_DTYPE: dict[torch.dtype, int] = {d: c for c, d in DTYPE_BY_CODE.items()}
 
+_DTYPE_BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in CODE_BY_DTYPE}
+
 
 def dtype_of(code: int) -> torch.dtype:
     """The torch dtype with this number on disk."""
@@ -71,10 +73,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def dtype_named(name: str) -> torch.dtype:
     """The inverse of dtype_name, for known dtypes only."""
-    for dtype in CODE_BY_DTYPE:
-        if dtype_name(dtype) == name:
-            return dtype
-    raise CorruptionError(f"unknown dtype {name!r}; written by a newer version?")
+    try:
+        return _DTYPE_BY_NAME[name]
+    except KeyError:
+        raise CorruptionError(f"unknown dtype {name!r}; written by a newer version?") from None
 
 
 def view_bytes(tensor: torch.Tensor, *, keep_alive: bool = True) -> Bytes:

@@ -27,7 +27,6 @@ from everstep.compress import Compressor
 from everstep.compress.agree import check_same, check_same_compressor
 from everstep.errors import FormatError, InexactWarning, ReplayError, UsageError
 from everstep.fold import class_name, find_class
-from everstep.follow.attend import available_bytes
 from everstep.follow.tuned import choose_mode
 from everstep.format.documents import RunDocument
 from everstep.module_states import ModuleStates
@@ -36,7 +35,7 @@ from everstep.options import Options
 from everstep.ranks import Ranks
 from everstep.restore.apply import apply, check_fits
 from everstep.restore.execute import Restored, warn_if_unproven
-from everstep.store import files
+from everstep.store import files, shared
 from everstep.store.runs import RunPath, WriterLock
 from everstep.tune.choice import Decision
 
@@ -228,7 +227,7 @@ def _refuse(training: Training, options: Options, mode: str, ranks: Ranks) -> li
 
 def _decide(path: RunPath, options: Options) -> Decision | None:
     """For mode="auto": by what this run has measured so far; None if that is nothing."""
-    ground = replace(options.ground, memory_bytes=available_bytes())
+    ground = replace(options.ground, memory_bytes=shared.available_bytes())
     found = choose_mode(path, ground, options.retention.bases)
     if found is not None:
         _say(options, f"everstep: {path.path}: {found.reason}")

@@ -19,8 +19,8 @@ from everstep import native
 
 
 def capture() -> dict[str, Any]:
-    """torch (CPU and every accelerator in use), numpy's global one, random. Cheap; values are immutable or copies, and nobody
-    writes to what is returned: it may be returned again."""
+    """torch (CPU and every accelerator in use), numpy's global one, random. Cheap; values are immutable or copies, and
+    nobody writes to what is returned: it may be returned again."""
     with _lock:
         look, state, _Seen.state = _Seen.look, _Seen.state, None  # if this is interrupted, nothing is known
         if state is None or look is None or _rand._bit_generator is not _Numpy.generator:

@@ -17,6 +17,7 @@ from remote_shadows import Training
 
 import everstep
 from everstep.errors import StorageError, UnprotectedWarning
+from everstep.follow.arena import AtHand
 from everstep.follow.local import LocalShadow
 from everstep.follow.serve import SOCKET, LocalHost
 from everstep.follow.shadow import Shadow
@@ -58,7 +59,7 @@ class Near:
         def make(rank: int) -> Shadow:
             made = Shadow(
                 RunPath(path, rank), folder, run=talk.subject.run, base_interval=talk._interval, keep_log=talk._keep_log,
-                idle_s=talk._idle_s, say=self.said.append,
+                idle_s=talk._idle_s, say=self.said.append, at_hand=AtHand(),
             )  # fmt: skip
             self.shadows.append(made)
             return made

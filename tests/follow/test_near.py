@@ -550,3 +550,34 @@ def test_a_state_that_was_being_folded_when_a_frame_could_not_be_read_is_given_u
     run.flush()
     wait_for(lambda: run.stats()["folded_step"] == 10, f"for the shadow: {run.stats()}, {near.said}")
     assert not once and not any("differs" in text for text in near.said)
+
+
+def test_a_shadow_holds_memory_for_the_next_trainer_while_there_is_none(
+    near: Near, attach: Callable[..., everstep.Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = NearTraining()
+    run = attach(training, tmp_path / "run")
+    run.resume()
+    training.train(run, 5)
+    wait_for(lambda: held(near) == run.step)
+    at_hand = near.shadow._at_hand
+    assert at_hand is not None and at_hand._memory is None, "a trainer is there"
+    crash(run)
+    wait_for(lambda: at_hand._memory is not None, "for memory to be held")
+    assert near.shadow._given is not None and at_hand._memory is not None
+    assert len(at_hand._memory) == sum(t.num_bytes for t in near.shadow._given.stored)
+    offer = recover.find(RunPath(str(tmp_path / "run")), near.shadow._run)
+    assert offer is not None and at_hand._memory is None, "it has been asked for the state"
+    offer.release()
+
+    again = NearTraining()
+    second = attach(again, tmp_path / "run")
+    assert second.resume() == 5 and second.stats()["resumed_from"] == "shadow"
+    again.train(second, 7)
+    wait_for(lambda: held(near) == 7)
+    assert at_hand._memory is None
+    monkeypatch.setattr(shared, "available_bytes", lambda: 1 << 20)
+    crash(second)
+    wait_for(lambda: near.shadow._prepared is not None and near.shadow._prepared[2] == 7)
+    wait_for(lambda: near.shadow._given is not None and near.shadow._given.key[2] == 7)
+    assert at_hand._memory is None, "memory is scarce"

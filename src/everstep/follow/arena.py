@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import mmap
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeAlias
 
@@ -18,11 +18,13 @@ from everstep.errors import CorruptionError, StorageError
 from everstep.fold import State
 from everstep.format.documents import Manifest, StoredTensor
 from everstep.memory import Bytes, dtype_name, dtype_named, new_pages, plain, typed, view_bytes, with_strides
+from everstep.store import shared
 from everstep.store.bases import Slot, piece_sum, piece_sums
 
 _ALIGN = 4096
 _SPARE_BYTES = 64 << 20
 _LARGE_BYTES = 1 << 20
+_LEFT_FREE_BYTES = 1 << 30
 _numbers = itertools.count()
 
 
@@ -155,6 +157,28 @@ class Home:
         self._arena = None
 
 
+class AtHand:
+    """Memory that the next trainer of this host will take for its optimizer state, touched and held until it comes.
+
+    It was the last trainer's. Left free, a hypervisor takes it back within seconds, and to touch it again takes several
+    times as long as to copy into it. It is given back when the state is asked for, and not held where memory is scarce.
+    """
+
+    def __init__(self) -> None:
+        self._memory: Bytes | None = None
+
+    def hold(self, stored: Sequence[StoredTensor]) -> None:
+        """As much as these come to: more than a trainer needs, since others take some of what is free, too."""
+        self.give_back()
+        num_bytes = sum(t.num_bytes for t in stored)
+        if shared.available_bytes() > 2 * num_bytes + _LEFT_FREE_BYTES:
+            memory = self._memory = new_pages(num_bytes)
+            memory[:: mmap.PAGESIZE] = 0
+
+    def give_back(self) -> None:
+        self._memory = None
+
+
 def _places(state: State) -> Iterator[tuple[dict[object, torch.Tensor], object, torch.Tensor]]:
     """Every dense tensor of a state and the dict that holds it."""
     holders: list[dict[object, torch.Tensor]] = [state.tensors, state.carried]  # type: ignore[list-item]
@@ -202,6 +226,7 @@ class Copying:
 
     def __init__(self, manifest: Manifest, file: str, live: Mapping[int, torch.Tensor]) -> None:
         self._manifest = manifest
+        self._itemsizes = [dtype_named(stored.dtype).itemsize for stored in manifest.tensors]
         self._places: list[Bytes] = [np.empty(0, np.uint8)] * len(manifest.tensors)
         self._strided: list[tuple[torch.Tensor, torch.Tensor]] = []
         """To be copied when all is there: (into, from)."""
@@ -209,8 +234,8 @@ class Copying:
         """To be read."""
         self._todo: list[list[_Run]] = []
         """Being read."""
-        for stored in manifest.tensors:
-            if len(stored.sums) != max(1, -(-stored.num_bytes // (PIECE_ELEMENTS * dtype_named(stored.dtype).itemsize))):
+        for stored, itemsize in zip(manifest.tensors, self._itemsizes, strict=True):
+            if len(stored.sums) != max(1, -(-stored.num_bytes // (PIECE_ELEMENTS * itemsize))):
                 raise _damaged(manifest, stored)
         self._live = {index for index, stored in enumerate(manifest.tensors) if _fits(stored, live.get(stored.uid))}
         others = sorted(set(range(len(self._places))) - self._live, key=lambda i: manifest.tensors[i].offset)
@@ -271,7 +296,7 @@ class Copying:
 
     def _add_pieces(self, index: int) -> None:
         stored, place = self._manifest.tensors[index], self._places[index]
-        step = PIECE_ELEMENTS * dtype_named(stored.dtype).itemsize
+        step = PIECE_ELEMENTS * self._itemsizes[index]
         for piece, start in enumerate(range(0, max(len(place), 1), step)):
             self._runs.append((stored.offset + start, place[start : start + step], [(index, piece)]))
 
@@ -312,7 +337,7 @@ class Copying:
                 raise _damaged(self._manifest, self._manifest.tensors[pieces[0][0]])
             for index, piece in pieces:
                 stored, place = self._manifest.tensors[index], self._places[index]
-                step = PIECE_ELEMENTS * self.tensors[index].element_size()
+                step = PIECE_ELEMENTS * self._itemsizes[index]
                 part = place[piece * step : (piece + 1) * step]
                 if piece_sum(part, stored.uid, piece * PIECE_ELEMENTS) != stored.sums[piece]:
                     raise _damaged(self._manifest, stored)

@@ -179,7 +179,7 @@ class ShadowKeeper(Keeper):
     def _memory_is_scarce(self) -> bool:
         found = os.statvfs(self._memory.folder)
         wanted = 2 * self._frame_bytes + _SPARE_BYTES
-        return found.f_bavail * found.f_frsize < wanted or available_bytes() < wanted
+        return found.f_bavail * found.f_frsize < wanted or shared.available_bytes() < wanted
 
     # -- training thread ----------------------------------------------------------------------------------------------
 
@@ -371,15 +371,3 @@ class ShadowKeeper(Keeper):
 
     def say(self, text: str) -> None:
         self._say(f"everstep: {self._path.path}: {text}")
-
-
-def available_bytes() -> int:
-    """Memory that can be had without swapping."""
-    try:
-        with open("/proc/meminfo") as f:
-            for line in f:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except (OSError, ValueError):
-        pass
-    return 1 << 62

@@ -25,6 +25,7 @@ import numpy as np
 
 from everstep.background import give_way
 from everstep.errors import EverstepError, LinkError
+from everstep.follow.arena import AtHand
 from everstep.follow.shadow import DISK, MEMORY, Handout, Progress, Shadow
 from everstep.follow.shares import Share
 from everstep.link import addresses, sockets
@@ -487,7 +488,7 @@ def main(argv: list[str] | None = None) -> int:
         return Shadow(
             RunPath(args.run, rank), args.folder, run=run, base_interval=args.interval, keep_log=args.keep_log,
             idle_s=args.idle,
-            say=lambda text: print(f"{time.strftime('%H:%M:%S')} rank {rank}: {text}", flush=True),
+            say=lambda text: print(f"{time.strftime('%H:%M:%S')} rank {rank}: {text}", flush=True), at_hand=AtHand(),
         )  # fmt: skip
 
     host = LocalHost(run, make)

@@ -20,7 +20,7 @@ from typing import Any
 
 from everstep.errors import CorruptionError, EverstepError, StepNotFoundError, StorageError
 from everstep.fold import OptimizerState, State
-from everstep.follow.arena import Home
+from everstep.follow.arena import AtHand, Home
 from everstep.follow.compact import Held, describe
 from everstep.follow.kept import LogCopy
 from everstep.follow.shares import PartFrame, Share
@@ -108,7 +108,9 @@ class Shadow:
     def __init__(
         self, path: RunPath, folder: str, *, run: str, base_interval: int, keep_log: bool = False, num_workers: int = 1,
         idle_s: float = 600.0, sweeps: bool = True, say: Callable[[str], None] = lambda text: None,
+        at_hand: AtHand | None = None,
     ) -> None:  # fmt: skip
+        """`at_hand`: where it holds memory for the next trainer, if that is of this host."""
         self.path = path
         self.folder = folder
         self._run = run
@@ -138,6 +140,7 @@ class Shadow:
         self._handed_out = 0
         self._given: _Given | None = None
         self._prepared: tuple[int, int, int] | None = None
+        self._at_hand = at_hand
         self.timeline = self.generation = 0
         self.watermark = -1
         """Frames above this step wait: other shadows do not have them yet. Without others it is what has been received."""
@@ -255,6 +258,8 @@ class Shadow:
                 elif not self.attached:
                     self._read_the_rest()
                     self._fold_all()
+                if self._at_hand is not None:
+                    self._at_hand.give_back()  # the next that is taken, by whoever has asked
                 found.append(self._hand_out())
             except StepNotFoundError as e:
                 found.append(e)
@@ -334,7 +339,9 @@ class Shadow:
             elif self._can_prepare():
                 assert self._held is not None
                 self._prepared = self._given_key(self._held.state)  # it is tried once, and again when it is asked for
-                self._describe()
+                given = self._describe()
+                if self._at_hand is not None:
+                    self._at_hand.hold(given.stored)
             elif not self.attached and time.monotonic() - self._since > self._idle_s:
                 self._say(f"no trainer for {self._idle_s:.0f} s: this shadow leaves a base and ends")
                 self._end(True, can_wait=True)
@@ -611,6 +618,8 @@ class Shadow:
     # -- where it stands ----------------------------------------------------------------------------------------------
 
     def _resume(self, timeline: int, generation: int, step: int) -> None:
+        if self._at_hand is not None:
+            self._at_hand.give_back()
         if generation < self.generation:
             return  # a dead trainer's
         held = self._held
