@@ -316,3 +316,23 @@ def test_a_folder_of_others_is_not_used(tmp_path: Path) -> None:
     folder.parent.chmod(0o755)
     with pytest.raises(UsageError, match="only this user"):
         shared.make_private(str(folder))
+
+
+def test_what_is_available_is_what_control_groups_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = tmp_path / "self"
+    own.write_text("4:memory:/old\n0::/pod/step\n")
+    pod, step = tmp_path / "pod", tmp_path / "pod" / "step"
+    step.mkdir(parents=True)
+    (pod / "memory.max").write_text("1000000\n")
+    (pod / "memory.current").write_text("900000\n")
+    (pod / "memory.stat").write_text("anon 1\nactive_file 70000\ninactive_file 50000\n")
+    (step / "memory.max").write_text("max\n")
+    limits = shared._limits(str(tmp_path), str(own))
+    assert limits == ((str(pod), 1_000_000),)
+    monkeypatch.setattr(shared, "_limits", lambda: limits)
+    assert shared.available_bytes() == 150_000
+    (pod / "memory.current").write_text("1100000\n")
+    assert shared.available_bytes() == 0
+    (pod / "memory.current").unlink()
+    assert shared.available_bytes() > 1 << 30, "nothing is known of it: what the host has"
+    assert shared._limits(str(tmp_path), str(tmp_path / "none")) == ()

@@ -172,8 +172,9 @@ class AtHand:
         self.give_back()
         num_bytes = sum(t.num_bytes for t in stored)
         if shared.available_bytes() > 2 * num_bytes + _LEFT_FREE_BYTES:
-            memory = self._memory = new_pages(num_bytes)
-            memory[:: mmap.PAGESIZE] = 0
+            with contextlib.suppress(OSError, MemoryError):  # then there is none, and the state is what matters
+                memory = self._memory = new_pages(num_bytes)
+                memory[:: mmap.PAGESIZE] = 0
 
     def give_back(self) -> None:
         self._memory = None

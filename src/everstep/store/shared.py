@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import hashlib
 import mmap
 import os
@@ -292,12 +293,44 @@ class MappedReader:
 
 
 def available_bytes() -> int:
-    """Memory that can be had without swapping."""
+    """Memory that can be had without swapping, by this host and by the control groups that this process is in."""
+    found = 1 << 62
     try:
         with open("/proc/meminfo") as f:
             for line in f:
                 if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
+                    found = int(line.split()[1]) * 1024
+                    break
     except (OSError, ValueError):
         pass
-    return 1 << 62
+    return min([found, *map(_left_in, _limits())])
+
+
+@functools.cache
+def _limits(root: str = "/sys/fs/cgroup", own: str = "/proc/self/cgroup") -> tuple[tuple[str, int], ...]:
+    """Control groups (version 2) that limit this process's memory, and to how much: a container's, a batch job's."""
+    try:
+        with open(own) as f:
+            name = next((line.rstrip("\n").split(":", 2)[2] for line in f if line.startswith("0::")), None)
+    except OSError:
+        return ()
+    found = []
+    parts = [] if name is None else [part for part in name.split("/") if part]
+    for depth in range(len(parts) + 1):
+        folder = os.path.join(root, *parts[:depth])
+        with contextlib.suppress(OSError, ValueError), open(os.path.join(folder, "memory.max")) as f:
+            found.append((folder, int(f.read())))  # "max" is no number
+    return tuple(found)
+
+
+def _left_in(group: tuple[str, int]) -> int:
+    """Of a control group's memory; what the kernel can drop of files counts as free."""
+    folder, limit = group
+    try:
+        with open(os.path.join(folder, "memory.current")) as f:
+            used = int(f.read())
+        with open(os.path.join(folder, "memory.stat")) as f:
+            files = next((int(line.split()[1]) for line in f if line.startswith("inactive_file ")), 0)
+    except (OSError, ValueError):
+        return 1 << 62
+    return max(limit - used + files, 0)
