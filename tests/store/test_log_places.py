@@ -329,10 +329,10 @@ def test_what_is_available_is_what_control_groups_leave(tmp_path: Path, monkeypa
     (step / "memory.max").write_text("max\n")
     limits = shared._limits(str(tmp_path), str(own))
     assert limits == ((str(pod), 1_000_000),)
+    assert shared._limits(str(tmp_path), str(tmp_path / "none")) == ()
     monkeypatch.setattr(shared, "_limits", lambda: limits)
     assert shared.available_bytes() == 150_000
     (pod / "memory.current").write_text("1100000\n")
     assert shared.available_bytes() == 0
     (pod / "memory.current").unlink()
     assert shared.available_bytes() > 1 << 30, "nothing is known of it: what the host has"
-    assert shared._limits(str(tmp_path), str(tmp_path / "none")) == ()
