@@ -61,18 +61,6 @@ def file_system(folder: str) -> str:
     return kind
 
 
-def available_bytes() -> int:
-    """Memory that can be had without swapping."""
-    try:
-        with open("/proc/meminfo") as f:
-            for line in f:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-
-
 def resident_bytes(pid: int | str = "self") -> int:
     """Memory that a process holds; 0 if it is gone."""
     try:

@@ -43,6 +43,7 @@ from everstep.restore.execute import load_base, open_frames
 from everstep.restore.history import History
 from everstep.restore.plan import Line, Plan, line_of
 from everstep.run import attach
+from everstep.store import shared
 from everstep.store.runs import RunPath, read_listing
 from everstep.store.segments import StoredFrame
 
@@ -317,7 +318,7 @@ class _RawFold:
         line = line_of(read_listing(RunPath(path)))
         state = load_base(plan, machine.num_cores())
         step_bytes = sum(t.numel() * t.element_size() for t in state.tensors.values())
-        self.num_distinct = max(1, min(len(plan.frames), machine.available_bytes() // 2 // max(step_bytes, 1)))
+        self.num_distinct = max(1, min(len(plan.frames), shared.available_bytes() // 2 // max(step_bytes, 1)))
         self._num_frames = len(plan.frames)
         frames, readers = open_frames(line, plan)
         try:
