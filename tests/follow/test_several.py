@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,8 +19,6 @@ from torch import nn
 
 import everstep
 from everstep.follow import fetch, ship
-from everstep.follow.shadow import MEMORY
-from everstep.format import records
 from everstep.store.runs import RunPath
 from support import crash, equal
 
@@ -248,24 +245,3 @@ def test_a_state_that_changes_on_the_way_is_not_taken(hosts: Callable[..., Remot
         offer.fetch()
     run.close()
     proxy.close()
-
-
-def test_what_a_shadow_asks_for_again_begins_there_even_if_its_own_begins_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It lets pass whatever does not, as sent before it had asked: else it would wait for ever."""
-    sent: list[tuple[int, int]] = []
-    channel: Any = SimpleNamespace(send=lambda message, data, timeout: sent.append((message.offset, len(data))))
-    monkeypatch.setattr(ship.shared, "MappedReader", lambda path: SimpleNamespace(view=lambda start, size: bytes(size)))
-    talk: Any = ship.RemoteShadow.__new__(ship.RemoteShadow)
-    talk.sent_bytes, talk._ranges = 0, lambda *args: [(0, 128), (5000, 6000)]
-    for at, asked, expected in (
-        (4096, True, [(4096, records.HEADER_BYTES), (5000, 1000)]),
-        (4096, False, [(5000, 1000)]),
-        (0, True, [(0, 128), (5000, 1000)]),
-        (5000, True, [(5000, 1000)]),
-    ):
-        sent.clear()
-        talk._sent = (f"{MEMORY}/segment", at)
-        talk._again_from = talk._sent if asked else ("", 0)
-        talk._ship(channel, "/somewhere/segment", 8192, object())
-        assert sent == expected
-        assert talk._sent == (f"{MEMORY}/segment", 8192)

@@ -53,8 +53,6 @@ class RemoteShadow(Conversation):
         self._token, self._tls = token, tls
         self._sent: tuple[str, int] = ("", 0)
         """Segment and offset up to which the shadow has the log."""
-        self._again_from: tuple[str, int] = ("", 0)
-        """From where it has asked for it again last."""
         self._layouts_at = 0
         self._base_sent = -1
         """The base that the shadow was sent last: if it asks again, that one was of no use to it."""
@@ -178,12 +176,8 @@ class RemoteShadow(Conversation):
             return
         reader = shared.MappedReader(path)
         needed = [(at, end_offset)] if entry is None else self._ranges(channel, entry, reader, at)
-        needed = [(max(first, at), stop) for first, stop in needed if stop > at]
-        if self._again_from == (segment, at) and needed and needed[0][0] > at:
-            # By this the shadow knows that what it has asked for comes again; what it was sent before it lets pass.
-            needed.insert(0, (at, at + records.HEADER_BYTES))
         for first, stop in needed:
-            for start in range(first, stop, _PART_BYTES):
+            for start in range(max(first, at), stop, _PART_BYTES):
                 size = min(_PART_BYTES, stop - start)
                 channel.send(Bytes(segment, start), memoryview(reader.view(start, size)), timeout=_SEND_S)
                 self.sent_bytes += size
@@ -223,7 +217,7 @@ class RemoteShadow(Conversation):
     def _heard_resend(self, channel: Channel, message: Resend) -> None:
         if message.segment != "base":
             self.trainer.say(f"the shadow asks for step data again: {message.why}")
-            self._sent = self._again_from = (message.segment, message.offset)
+            self._sent = (message.segment, message.offset)
             self._announced = -1
             for entry in self.trainer.frames(-1):
                 if os.path.basename(entry.path) != os.path.basename(message.segment) or entry.end_offset > message.offset:
