@@ -1,7 +1,8 @@
 """The one part that can be native: native.cpp, built for this interpreter and this torch by `everstep native`.
 
 Nothing depends on it: without it the same is done in Python, which takes the training thread some 80 µs more a step
-(by estimate) for 77 parameters. What was built for another torch, or from another source, is not found: its name says what it is for.
+(by estimate) for 77 parameters. What was built for another torch, or from
+another source, is not found: its name says what it is for.
 """
 
 from __future__ import annotations
