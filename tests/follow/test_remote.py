@@ -26,7 +26,7 @@ from everstep.follow import fetch, remote, serve, ship
 from everstep.follow.compact import Held
 from everstep.follow.shadow import Shadow
 from everstep.link import addresses, sockets
-from everstep.link.messages import VERSION, Ack, Bytes, Document, Frame, Hello, Resume
+from everstep.link.messages import VERSION, Ack, Bytes, Document, Frame, Hello, Resend, Resume
 from everstep.link.sockets import Channel
 from everstep.restore.apply import public_state
 from everstep.store import shared
@@ -258,6 +258,49 @@ def test_bytes_that_change_on_the_way_are_noticed_and_sent_again(remotes: Callab
     must_hold(held(run, proxy.address), training, run)
     run.close()
     proxy.close()
+
+
+@pytest.mark.filterwarnings("ignore::everstep.errors.UnprotectedWarning")
+@pytest.mark.parametrize("num", [1, 2], ids=["one", "two shadows"])
+@pytest.mark.parametrize("segment_bytes", [1, 1 << 22], ids=["one frame a segment", "several"])
+def test_a_base_that_comes_while_a_frame_is_asked_for_again_leads_on(
+    segment_bytes: int, num: int, remotes: Callable[..., Remote], shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The frame itself does not come any more then."""
+    monkeypatch.setattr(shared.MemoryPlace, "segment_bytes", segment_bytes)
+    problem = remote.Inbox.problem
+    shadows = [remotes(), *(Remote(tmp_path / "other") for _ in range(num - 1))]
+    damaged: list[int] = []
+
+    def damaged_once(inbox: remote.Inbox, entry: Any) -> str | None:
+        (hosted,) = shadows[-1].host._runs.values()
+        if entry.step != 3 or hosted.inbox is not inbox or damaged:
+            return problem(inbox, entry)
+        damaged.append(entry.step)
+        lost = threading.Event()
+        hosted.shadow.do(lambda: hosted.shadow._failed(ValueError("lost by the test")), lost)
+        assert lost.wait(10)
+        return inbox._again("damaged by the test")
+
+    monkeypatch.setattr(remote.Inbox, "problem", damaged_once)
+    where = ",".join(shadow.address for shadow in shadows)
+    training = Training()
+    run = training.attach(tmp_path / "run", where)
+    run.resume()
+    training.train(run, 2)
+    run.flush()
+    wait_until(lambda: run.stats()["folded_step"] == 2)
+    training.train(run, 3)
+    deadline = time.monotonic() + 20
+    while run.stats()["folded_step"] < max(run.step - 2, 8):
+        assert time.monotonic() < deadline, run.stats()
+        training.train(run, run.step + 1)
+        time.sleep(0.05)
+    assert damaged
+    must_hold(held(run, where), training, run)
+    run.close()
+    for shadow in shadows[1:]:
+        shadow.close()
 
 
 @pytest.mark.parametrize("is_cut", [True, False], ids=["cut", "changed"])
@@ -567,7 +610,10 @@ def test_a_frame_that_is_said_to_be_of_another_step_is_not_taken(remotes: Callab
     assert last is not None
     path = os.path.join(hosted.inbox._place().folder, os.path.basename(last.path))
     assert hosted.inbox.problem(last._replace(path=path)) == "", "said twice"
-    assert hosted.inbox.problem(last._replace(path=path, step=2**62))
+    wrong = hosted.inbox.problem(last._replace(path=path, step=2**62))
+    assert wrong
+    assert hosted.server._trainer is not None
+    hosted.server._trainer.send(Resend(*hosted.inbox.good, wrong))
     training.train(run, 12)
     must_hold(held(run, shadow.address), training, run)
     run.close()

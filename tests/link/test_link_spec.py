@@ -84,7 +84,7 @@ def test_a_client_written_from_the_page_is_let_in_and_understood(ends: tuple[Cha
 
     with ThreadPoolExecutor(1) as pool:
         served = pool.submit(serve)
-        hello = peer.say("hello", version=2, run="0a", path="/r", timeline=1, generation=3, rank=0, purpose="train",
+        hello = peer.say("hello", version=m.VERSION, run="0a", path="/r", timeline=1, generation=3, rank=0, purpose="train",
                          writer={"host": "a"}, colour="a field of the future")  # fmt: skip
         challenge = peer.hear()[0]
         assert challenge["type"] == "challenge"

@@ -70,6 +70,7 @@ class Inbox:
         self._got = self._good = 0
         """Bytes of it received; and of these, the bytes of frames that are right."""
         self._asked_again = False
+        """Something was wrong: nothing more is taken on this connection, the trainer begins another."""
         self._is_new = False
         self._share: Share | None = None
         """The atoms of which log bytes come; None: all. Then there are gaps between these bytes."""
@@ -87,9 +88,9 @@ class Inbox:
             if hello.generation != self._generation:
                 self._drop()
             self._timeline, self._generation = hello.timeline, hello.generation
+            self._asked_again = False
             if self._file is None:
                 return "", 0
-            self._asked_again = False
             self._file.truncate(self._got)  # what was under way when the connection was cut
             return f"{MEMORY}/{self._name}", self._got
 
@@ -140,9 +141,8 @@ class Inbox:
         self._is_new = False
         memory = self._place()
         if self._asked_again:
-            if name != self._name or message.offset != self._got:
-                return memoryview(bytearray(num_bytes))  # sent before the other end heard of the damage: it comes again
-        elif name != self._name:
+            return memoryview(bytearray(num_bytes))  # it comes again, on another connection
+        if name != self._name:
             current = parse_name(self._name)
             if current is not None and parsed < current:
                 return memoryview(bytearray(num_bytes))  # said twice: what comes next is not in an older segment
@@ -183,9 +183,9 @@ class Inbox:
             return
         with self._lock:
             # Room may have been made for it before a frame ahead of it was found to be damaged.
-            if self._is_new and message.segment == f"{MEMORY}/{self._name}" and message.offset >= self._got:
+            is_next = message.segment == f"{MEMORY}/{self._name}" and message.offset >= self._got
+            if self._is_new and is_next and not self._asked_again:
                 self._got = message.offset + len(payload)
-                self._asked_again = False
 
     def _document(self, name: str, data: bytes) -> None:
         path = os.path.join(self._path.path, name)
@@ -225,7 +225,7 @@ class Inbox:
             if self._asked_again:
                 return None
             if os.path.basename(entry.path) != self._name:
-                return None if entry.step <= self._newest else "it has not arrived"
+                return None if entry.step <= self._newest else self._again("it has not arrived")
             if entry.end_offset <= self._good and entry.step <= self._newest:
                 return ""
             if entry.end_offset > self._got:
@@ -246,7 +246,7 @@ class Inbox:
             return ""
 
     def _again(self, why: str) -> str:
-        """From the last good frame on."""
+        """From the last good frame on, when there is another connection."""
         self._asked_again = True
         self._got = self._good
         return why

@@ -124,6 +124,8 @@ class Server:
         self._lock = threading.Lock()
         self._trainer: Channel | None = None
         self._is_closed = False
+        self._telling = threading.Lock()
+        """What is told last is newest: several threads tell how far the shadow is."""
         self._trainer_generation = self._trainer_timeline = 0
         self._began = time.time()
         shadow.tell = self._tell
@@ -282,25 +284,13 @@ class Server:
         raise LinkError(f"{name!r} is not a segment of this run")
 
     def _tell(self, kind: str, value: Any) -> None:
-        """In the shadow's thread."""
+        """In any thread."""
         channel = self._trainer
         if channel is None:
             return
-        message: Message
-        if kind in ("progress", "received"):
-            p: Progress = value
-            message = Ack(
-                p.received, p.folded, p.base, p.durable, p.proven, p.writing, p.base_bytes, int(p.base_s * 1e6),
-                p.num_folded, int(p.fold_s * 1e6), int(p.fold_cpu_s * 1e6),
-            )  # fmt: skip
-        elif kind == "mismatch":
-            message = Mismatch(*value)
-        elif kind == "needs base":
-            message = Resend("base", max(value, 0), "a state to go on from")
-        else:
-            message = Trouble(value)
         try:
-            channel.send(message, timeout=_TELL_S)
+            with self._telling:
+                channel.send(_told(kind, value), timeout=_TELL_S)
         except LinkError:
             channel.close()
 
@@ -358,6 +348,21 @@ class Server:
             "rss_kb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, "cpu_s": time.process_time(),
             "up_s": time.time() - self._began,
         }  # fmt: skip
+
+
+def _told(kind: str, value: Any) -> Message:
+    """What a shadow tells its trainer, as of now."""
+    if kind in ("progress", "received"):
+        p: Progress = value
+        return Ack(
+            p.received, p.folded, p.base, p.durable, p.proven, p.writing, p.base_bytes, int(p.base_s * 1e6),
+            p.num_folded, int(p.fold_s * 1e6), int(p.fold_cpu_s * 1e6),
+        )  # fmt: skip
+    if kind == "mismatch":
+        return Mismatch(*value)
+    if kind == "needs base":
+        return Resend("base", max(value, 0), "a state to go on from")
+    return Trouble(value)
 
 
 def _checked(message: ShareMessage, payload: memoryview) -> tuple[ShareMessage, memoryview]:

@@ -29,6 +29,8 @@ _SEND_S = 30.0
 STAGE_BYTES = 512 << 20
 MIN_STAGED = 4
 """So many frames may wait at a shadow for others in any case."""
+_AGAIN_S = 0.1
+"""After something came damaged: perhaps it always does."""
 TELL_AFTER_S = 2.0
 """Without a connection for so long, the user is told."""
 
@@ -216,14 +218,10 @@ class RemoteShadow(Conversation):
 
     def _heard_resend(self, channel: Channel, message: Resend) -> None:
         if message.segment != "base":
-            self.trainer.say(f"the shadow asks for step data again: {message.why}")
-            self._sent = (message.segment, message.offset)
-            self._announced = -1
-            for entry in self.trainer.frames(-1):
-                if os.path.basename(entry.path) != os.path.basename(message.segment) or entry.end_offset > message.offset:
-                    break
-                self._announced = entry.step
-            return
+            # On a new connection both know from where it goes on. On this one nobody could tell what is sent again from what
+            # is under way, since a base may have come in between.
+            time.sleep(_AGAIN_S)
+            raise LinkError(f"step data came damaged: {message.why}")
         base = self.trainer.base_step
         if self.trainer.released > base:
             self._is_lost(
@@ -255,7 +253,7 @@ class RemoteShadow(Conversation):
 
     def _lost(self, e: Exception) -> None:
         """What has not arrived stays here, in memory or on disk, until the connection is back."""
-        self.trainer.say(f"the connection to the shadow at {self._address} was lost ({e})")
+        self.trainer.say(f"the connection to the shadow at {self._address} is made again ({e})")
         self._forget_progress()
 
     def _send_base(self, channel: Channel, step: int) -> None:

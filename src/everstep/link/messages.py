@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from everstep.errors import LinkError
 
-VERSION = 2
+VERSION = 3
 """Of this vocabulary. Fields may be added to it without a new number: readers skip those they do not know."""
 
 NONCE_BYTES = 32
@@ -153,7 +153,7 @@ class Ack(msgspec.Struct, frozen=True, tag=str.lower, omit_defaults=True):
 
 
 class Resend(msgspec.Struct, frozen=True, tag=str.lower):
-    """The log from here on did not arrive as it was written: send it again."""
+    """The log from here on did not arrive as it was written: connect again, and send it again."""
 
     segment: Name
     offset: Count
