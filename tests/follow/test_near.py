@@ -68,7 +68,7 @@ def is_copy(path: str) -> bool:
 
 
 def held(near: Near) -> int | None:
-    now = near.shadow._held
+    now = near.shadow._held if near.shadows else None
     return None if now is None else now.step
 
 

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import random
+import shutil
 import signal
 import socket
 import tempfile
@@ -353,6 +354,43 @@ def test_a_shadow_that_lost_everything_gets_a_new_base_and_says_that_there_was_a
         run.close()
     finally:
         second.close()
+
+
+@pytest.mark.filterwarnings("ignore::everstep.errors.UnprotectedWarning")
+@pytest.mark.parametrize("num", [1, 2], ids=["one", "two shadows"])
+def test_a_shadow_that_comes_back_with_an_old_base_asks_for_one_when_it_sees_what_is_missing(
+    num: int, tmp_path: Path, shm: Path
+) -> None:
+    """It loads that base before a frame has arrived that tells of the gap: the trainer has none left to send."""
+    shadows = [Remote(tmp_path / f"shadow{i}") for i in range(num)]
+    training = Training()
+    where = ",".join(shadow.address for shadow in shadows)
+    run = training.attach(tmp_path / "run", where)
+    run.resume()
+    training.train(run, 20)
+    must_hold(held(run, where), training, run)
+    first = shadows.pop()
+    first.close()
+    for base in (tmp_path / f"shadow{num - 1}").glob("*/timelines/*/bases/*"):
+        if int(base.name) > 0:
+            shutil.rmtree(base)
+    for hosted in first.host._runs.values():
+        if hosted.server._trainer is not None:
+            hosted.server._trainer.close()
+    shadows.append(Remote(tmp_path / f"shadow{num - 1}", port=first.port))
+    try:
+        wait_until(lambda: run.stats()["folded_step"] == 0)
+        deadline = time.monotonic() + 30
+        while run.stats()["folded_step"] < 25:
+            assert time.monotonic() < deadline, run.stats()
+            training.train(run, run.step + 1)
+            time.sleep(0.02)
+        must_hold(held(run, where), training, run)
+        assert run.stats()["unprotected_since"] is None
+        run.close()
+    finally:
+        for shadow in shadows:
+            shadow.close()
 
 
 @pytest.mark.filterwarnings("ignore::everstep.errors.HiddenEditWarning")

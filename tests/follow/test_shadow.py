@@ -488,7 +488,7 @@ def test_while_the_shadow_stands_still_the_log_goes_to_disk_and_memory_is_bounde
     assert made.wait_now(lambda line: line["batches"] == 300)["spilled_steps"] > back
     made.kill()
     os.kill(pid, signal.SIGCONT)
-    assert 298 <= made.start(310, "save") <= 300
+    assert 296 <= made.start(310, "save") <= 300  # at most max_inflight_steps had not been written
     made.wait_ended()
     must_equal(made.result(), without_everstep(LARGER, 310), "from a log partly on disk")
 

@@ -135,6 +135,8 @@ class Shadow:
         """Frames that are folded, or will not be here, and are to be in the log on disk: under which name there."""
         self._acknowledge_at = self._base_at = 0.0
         """When what storage had no room for may be tried again."""
+        self._asked_at = -1
+        """Where it holds still, and has asked for a base, since what comes next is missing."""
         self._from_base_at: float | None = None
         """When a base is to be loaded that could not be."""
         self._handed_out = 0
@@ -380,9 +382,12 @@ class Shadow:
         return held.step + 1 in self._entries
 
     def _is_at_gap(self) -> bool:
-        """Whether what comes next was never stored (the trainer had no room for it), and a base of a later step is there."""
+        """Whether what comes next was never stored (the trainer had no room for it), or had been given up when this shadow
+        came back with an old base; and a base of a later step is there, or has not been asked for yet."""
         held = self._held
-        if held is None or held.step is None or self._handed_out or held.step >= self.progress.base:
+        if held is None or held.step is None or self._handed_out:
+            return False
+        if held.step >= self.progress.base and (self._asked_at == held.step or not self.attached):
             return False
         with self._work:  # frames come in order: what is missing before one of them will not come
             return held.step + 1 not in self._entries and any(n > held.step for n in self._entries)
@@ -399,7 +404,11 @@ class Shadow:
             return any(n not in self._entries for n in range(held.step + 1, step + 1))
 
     def _get_over_gap(self) -> None:
-        assert self._held is not None
+        assert self._held is not None and self._held.step is not None
+        if self._held.step >= self.progress.base:  # until there is a base, what is held is better than nothing
+            self._asked_at = self._held.step
+            self.tell("needs base", self.progress.received)
+            return
         self._say(f"what follows step {self._held.step} was never stored: going on from a later base")
         self._forget()
         self._from_base()
@@ -624,6 +633,7 @@ class Shadow:
             return  # a dead trainer's
         held = self._held
         if generation == self.generation:
+            self._asked_at = -1  # who was asked may not have heard it
             if is_there(base_folder(self.path.bases(timeline), step), self._part):
                 self.progress.base = max(self.progress.base, step)
             if held is None:

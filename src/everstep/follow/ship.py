@@ -212,8 +212,8 @@ class RemoteShadow(Conversation):
         return _name(entry.path)
 
     def _heard_progress(self, ack: Ack) -> None:
-        if ack.folded >= 0:
-            self._wants_base = False  # what it was sent was what it needed
+        if ack.folded >= max(self.trainer.released, 0):
+            self._wants_base = False  # the log leads on from what it holds
         super()._heard_progress(ack)
 
     def _heard_resend(self, channel: Channel, message: Resend) -> None:
@@ -222,6 +222,8 @@ class RemoteShadow(Conversation):
             # is under way, since a base may have come in between.
             time.sleep(_AGAIN_S)
             raise LinkError(f"step data came damaged: {message.why}")
+        if 0 <= self.progress.folded < self._gap_end:
+            return  # it gets the base that is being taken, without which no shadow gets over what was never stored
         base = self.trainer.base_step
         if self.trainer.released > base:
             self._is_lost(
