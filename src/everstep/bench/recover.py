@@ -15,7 +15,6 @@ as a process that has just been started must take (where a hypervisor takes free
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
@@ -25,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -244,26 +243,3 @@ def _memcpy_new_s(workload: Workload) -> float:
     """In a process of its own, which gets its memory as one that resumes does."""
     command = [sys.executable, "-c", _COPY_NEW, str(_state_bytes(workload))]
     return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-
-
-@contextlib.contextmanager
-def tcp_shadow(folder: str, interval: int) -> Iterator[str]:
-    """`everstep shadow` on loopback; its address."""
-    top = tempfile.mkdtemp(prefix="everstep-shadow-", dir=folder)
-    command = [
-        sys.executable, "-m", "everstep.cli.main", "shadow", "--listen", "127.0.0.1:0", "--dir", top,
-        "--base-interval", str(interval),
-    ]  # fmt: skip
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        port = process.stdout.readline().rsplit(",", 1)[1].strip(" )\n")
-        yield f"tcp://127.0.0.1:{port}"
-    finally:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.wait(60.0)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        shutil.rmtree(top, ignore_errors=True)

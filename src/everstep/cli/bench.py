@@ -82,7 +82,7 @@ def overhead(
     markdown: Markdown = False,
 ) -> None:
     """Time of training with every step saved over time without."""
-    from everstep.bench import machine, recover
+    from everstep.bench import hosts, machine
     from everstep.bench import overhead as bench
     from everstep.bench.workloads import CODECS
 
@@ -93,7 +93,7 @@ def overhead(
 
     def measure(place: str, told: Told) -> Found:
         measurements = []
-        with recover.tcp_shadow(place, base_interval or 200) if tcp else contextlib.nullcontext("") as address:
+        with hosts.tcp_shadow(place, base_interval or 200) if tcp else contextlib.nullcontext("") as address:
             for num_threads, count in itertools.product(counts, tokens or [1024]):
                 settings = bench.Settings(
                     workload=_workload(count, quick), num_threads=num_threads,
@@ -204,6 +204,31 @@ def recover_(
         )
 
     _measured("recover", measure, _show_recover, folder=folder, json=json, markdown=markdown)
+
+
+@app.command("failures")
+def failures_(
+    failure: Annotated[
+        list[str] | None,
+        typer.Option(help="One of the table's; may be given again; without it all.", show_default=False),
+    ] = None,
+    repetitions: Annotated[int, typer.Option(min=1, help="Of each failure.")] = 3,
+    quick: Quick = False,
+    folder: Folder = None,
+    json: Json = False,
+    markdown: Markdown = False,
+) -> None:
+    """What failures cost a run with a shadow: its longest step, seconds until all is as before, steps lost."""
+    from everstep.bench import failures as bench
+
+    names = _some("--failure", failure, bench.FAILURES)
+
+    def measure(place: str, told: Told) -> Found:
+        return bench.measure(
+            _workload(256, quick), names=names, num_repetitions=1 if quick else repetitions, folder=place, progress=told
+        )
+
+    _measured("failures", measure, _show_failures, folder=folder, json=json, markdown=markdown)
 
 
 @app.command("reshard")
@@ -381,6 +406,24 @@ def _show_recover(found: Found) -> Shown:
         f"takes {found['fetch_ratio']:.2f} times that; one into new memory: {found['memcpy_new_s']:.3f} s, "
         f"{found['fetch_ratio_new']:.2f} times that"
     )
+
+
+def _show_failures(found: Found) -> Shown:
+    rows, notes = [], []
+    for name, m in found["failures"].items():
+        if not m["all"]:
+            rows.append((name, "not possible here", "", "", ""))
+            continue
+        longest, lost = m["longest_step"], m["lost_steps"]
+        rows.append(
+            (name, f"{m['step_s']:.3f} s", "" if longest is None else f"{longest:.2f} steps", f"{m['back_s']:.3f} s",
+             "" if lost is None else str(lost))
+        )  # fmt: skip
+        for cost in m["all"]:
+            told = ", ".join(f"{key} {value}" for key, value in cost["facts"].items())
+            notes.append(f"{name}: back after {cost['back_s']:.3f} s; {told}")
+    yield Table(("failure", "step", "longest step", "back after", "steps lost, at most"), rows)
+    yield from notes
 
 
 def _show_intervals(found: Found) -> Shown:
