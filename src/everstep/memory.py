@@ -134,7 +134,14 @@ def empty_bytes(num_bytes: int) -> tuple[torch.Tensor, Bytes]:
     return tensor, tensor.numpy()
 
 
-_HUGE = 2 << 20
+HUGE_BYTES = 2 << 20
+_MADV_COLLAPSE = 25
+_MAP_FIXED = 0x10
+_MAP_FAILED = ctypes.c_void_p(-1).value
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 def new_pages(num_bytes: int) -> Bytes:
@@ -143,15 +150,48 @@ def new_pages(num_bytes: int) -> Bytes:
     (Then it costs few page faults, and the disk is asked for it in few large requests.) It goes when the last view does.
     """
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    if num_bytes < _HUGE:
+    if num_bytes < HUGE_BYTES:
         return np.frombuffer(mmap.mmap(-1, max(num_bytes, 1), flags=flags), np.uint8)[:num_bytes]
-    pages = mmap.mmap(-1, num_bytes + _HUGE, flags=flags)
+    pages = mmap.mmap(-1, num_bytes + HUGE_BYTES, flags=flags)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):
             pages.madvise(mmap.MADV_HUGEPAGE)
     memory = np.frombuffer(pages, np.uint8)
-    first = -memory.ctypes.data % _HUGE
+    first = -memory.ctypes.data % HUGE_BYTES
     return memory[first : first + num_bytes]
+
+
+class _Mapping:
+    """Memory of this process that goes with this object."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.address, self.num_bytes = address, num_bytes
+
+    def __del__(self, unmap: Any = _libc.munmap) -> None:  # when the interpreter ends, the module may be gone first
+        unmap(self.address, self.num_bytes)
+
+
+def map_shared(fd: int, num_bytes: int) -> Bytes:
+    """A file in memory, where the system can have it in huge pages: mmap.mmap() does not say where. It goes when the last
+    view does. An OSError if that cannot be had."""
+    reserved = _libc.mmap(None, num_bytes + HUGE_BYTES, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    if reserved == _MAP_FAILED:
+        raise OSError(ctypes.get_errno(), "memory cannot be mapped")
+    whole = _Mapping(reserved, num_bytes + HUGE_BYTES)
+    first = -(-reserved // HUGE_BYTES) * HUGE_BYTES
+    flags = mmap.MAP_SHARED | _MAP_FIXED
+    if _libc.mmap(first, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0) == _MAP_FAILED:
+        raise OSError(ctypes.get_errno(), "memory cannot be mapped")
+    memory: Any = (ctypes.c_char * num_bytes).from_address(first)
+    memory.owner = whole
+    return np.frombuffer(memory, np.uint8)
+
+
+def make_huge(memory: Bytes) -> bool:
+    """Have the pages of a mapping put together to huge ones: who reads the file then takes half the time. This takes as long
+    as copying them twice. False, and nothing has changed, where the system cannot do it, or not now."""
+    address = ctypes.c_void_p(memory.ctypes.data)
+    return bool(_libc.madvise(address, ctypes.c_size_t(len(memory)), _MADV_COLLAPSE) == 0)
 
 
 class NewMemory:
@@ -208,7 +248,8 @@ class Scratch:
     def reset(self) -> None:
         """Everything handed out may be overwritten from now on."""
         if self._wanted > len(self._memory):
-            self._memory = new_pages(-(-self._wanted // _HUGE) * _HUGE)  # the old one lives on while anyone uses it
+            # The old one lives on while anyone uses it.
+            self._memory = new_pages(-(-self._wanted // HUGE_BYTES) * HUGE_BYTES)
         self._used = self._wanted = 0
 
     def take(self, num_bytes: int) -> Bytes:
@@ -216,7 +257,7 @@ class Scratch:
         size = (num_bytes // _PAGE + 3) * _PAGE
         self._wanted += size
         if not len(self._memory):  # who takes much takes more of it
-            self._memory = new_pages(size if size < _HUGE >> 3 else max(-(-size // _HUGE), 2) * _HUGE)
+            self._memory = new_pages(size if size < HUGE_BYTES >> 3 else max(-(-size // HUGE_BYTES), 2) * HUGE_BYTES)
         if self._used + size > len(self._memory):
             return new_pages(size)
         part = self._memory[self._used : self._used + size]

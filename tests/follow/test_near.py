@@ -561,13 +561,13 @@ def test_a_shadow_holds_memory_for_the_next_trainer_while_there_is_none(
     training.train(run, 5)
     wait_for(lambda: held(near) == run.step)
     at_hand = near.shadow._at_hand
-    assert at_hand is not None and at_hand._memory is None, "a trainer is there"
+    assert at_hand is not None and not at_hand.num_bytes, "a trainer is there"
     crash(run)
-    wait_for(lambda: at_hand._memory is not None, "for memory to be held")
-    assert near.shadow._given is not None and at_hand._memory is not None
-    assert len(at_hand._memory) == sum(t.num_bytes for t in near.shadow._given.stored)
+    wait_for(lambda: at_hand.num_bytes > 0, "for memory to be held")
+    assert near.shadow._given is not None
+    assert 0 <= at_hand.num_bytes - sum(t.num_bytes for t in near.shadow._given.stored) < len(os.sched_getaffinity(0))
     offer = recover.find(RunPath(str(tmp_path / "run")), near.shadow._run)
-    assert offer is not None and at_hand._memory is None, "it has been asked for the state"
+    assert offer is not None and not at_hand.num_bytes, "it has been asked for the state"
     offer.release()
 
     again = NearTraining()
@@ -575,9 +575,9 @@ def test_a_shadow_holds_memory_for_the_next_trainer_while_there_is_none(
     assert second.resume() == 5 and second.stats()["resumed_from"] == "shadow"
     again.train(second, 7)
     wait_for(lambda: held(near) == 7)
-    assert at_hand._memory is None
+    assert not at_hand.num_bytes
     monkeypatch.setattr(shared, "available_bytes", lambda: 1 << 20)
     crash(second)
     wait_for(lambda: near.shadow._prepared is not None and near.shadow._prepared[2] == 7)
     wait_for(lambda: near.shadow._given is not None and near.shadow._given.key[2] == 7)
-    assert at_hand._memory is None, "memory is scarce"
+    assert not at_hand.num_bytes, "memory is scarce"

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import mmap
 import os
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeAlias
@@ -17,7 +18,19 @@ from everstep.atoms import PIECE_ELEMENTS
 from everstep.errors import CorruptionError, StorageError
 from everstep.fold import State
 from everstep.format.documents import Manifest, StoredTensor
-from everstep.memory import Bytes, dtype_name, dtype_named, new_pages, plain, typed, view_bytes, with_strides
+from everstep.memory import (
+    HUGE_BYTES,
+    Bytes,
+    dtype_name,
+    dtype_named,
+    make_huge,
+    map_shared,
+    new_pages,
+    plain,
+    typed,
+    view_bytes,
+    with_strides,
+)
 from everstep.store import shared
 from everstep.store.bases import Slot, piece_sum, piece_sums
 
@@ -25,6 +38,10 @@ _ALIGN = 4096
 _SPARE_BYTES = 64 << 20
 _LARGE_BYTES = 1 << 20
 _LEFT_FREE_BYTES = 1 << 30
+_AT_ONCE_BYTES = 32 << 20
+"""Whoever asks a shadow for something waits for no more than that to be put into huge pages."""
+_TOUCH_BYTES = 4 << 20
+_MAX_PARTS = 8
 _numbers = itertools.count()
 
 
@@ -36,9 +53,11 @@ class Arena:
         self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         self.size = -(-(num_bytes + _SPARE_BYTES) // _ALIGN) * _ALIGN
         os.ftruncate(self._fd, self.size)  # takes no memory before it is used
-        self.memory: Bytes = np.frombuffer(mmap.mmap(self._fd, self.size), np.uint8)
+        self.memory = map_shared(self._fd, self.size)
         self._start = self.memory.ctypes.data
         self.used = 0
+        self._huge = 0
+        """Up to here, huge pages have been asked for."""
 
     def offset_of(self, tensor: torch.Tensor) -> int | None:
         """Where a contiguous tensor lies in the file; None if it does not."""
@@ -58,6 +77,16 @@ class Arena:
         np.copyto(region, data)
         self.used = first + len(data)
         return first, region
+
+    @property
+    def can_be_huge(self) -> bool:
+        return self._huge + HUGE_BYTES <= self.used
+
+    def make_huge(self) -> None:
+        """Some more of what is there."""
+        stop = min(self._huge + _AT_ONCE_BYTES, self.used // HUGE_BYTES * HUGE_BYTES)
+        make_huge(self.memory[self._huge : stop])  # where that fails, pages stay as they are
+        self._huge = stop
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -92,6 +121,16 @@ class Home:
                     raise AssertionError("an arena is too small for what it was made for")
         self._close_outgrown()
         return bool(strays)
+
+    @property
+    def can_be_huge(self) -> bool:
+        """Whether there is something that could be read in less time if it were in huge pages."""
+        return self._arena is not None and self._arena.can_be_huge
+
+    def make_huge(self) -> None:
+        """Put some more of it into huge pages, where the system can."""
+        assert self._arena is not None
+        self._arena.make_huge()
 
     def _close_outgrown(self) -> None:
         while self._outgrown:
@@ -161,23 +200,53 @@ class AtHand:
     """Memory that the next trainer of this host will take for its optimizer state, touched and held until it comes.
 
     It was the last trainer's. Left free, a hypervisor takes it back within seconds, and to touch it again takes several
-    times as long as to copy into it. It is given back when the state is asked for, and not held where memory is scarce.
+    times as long as to copy into it. It is given back when somebody asks, and not held where memory is scarce. Any thread.
+
+    What a processor gives back it has first when something is taken on it, and others go without: so each gives back a part.
     """
 
     def __init__(self) -> None:
-        self._memory: Bytes | None = None
+        self._memory: list[Bytes] = []
+        self._lock = threading.Lock()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(len(part) for part in self._memory)
 
     def hold(self, stored: Sequence[StoredTensor]) -> None:
         """As much as these come to: more than a trainer needs, since others take some of what is free, too."""
         self.give_back()
         num_bytes = sum(t.num_bytes for t in stored)
-        if shared.available_bytes() > 2 * num_bytes + _LEFT_FREE_BYTES:
-            with contextlib.suppress(OSError, MemoryError):  # then there is none, and the state is what matters
-                memory = self._memory = new_pages(num_bytes)
-                memory[:: mmap.PAGESIZE] = 0
+        if shared.available_bytes() <= 2 * num_bytes + _LEFT_FREE_BYTES:
+            return
+        part_bytes = -(-num_bytes // len(_processors()))
+        try:
+            memory = self._memory = [new_pages(part_bytes) for _ in _processors()]
+        except (OSError, MemoryError):
+            return  # then there is none, and the state is what matters
+        for part in memory:
+            for start in range(0, part_bytes, _TOUCH_BYTES):
+                if self._memory is not memory:
+                    return  # somebody has come
+                part[start : start + _TOUCH_BYTES : mmap.PAGESIZE] = 0
 
     def give_back(self) -> None:
-        self._memory = None
+        with self._lock:
+            memory, self._memory = self._memory, []
+        for processor in _processors()[: len(memory)]:
+            threading.Thread(target=_drop_on, args=(processor, memory), daemon=True).start()  # needs a millisecond
+
+
+def _processors() -> list[int]:
+    """Some that this process may use; any one where it cannot choose."""
+    return sorted(os.sched_getaffinity(0))[:_MAX_PARTS] if hasattr(os, "sched_getaffinity") else [0]
+
+
+def _drop_on(processor: int, memory: list[Bytes]) -> None:
+    """Let go of one of these on this processor."""
+    with contextlib.suppress(OSError, AttributeError):  # then on another
+        os.sched_setaffinity(0, {processor})  # of this thread alone
+    memory.pop()
 
 
 def _places(state: State) -> Iterator[tuple[dict[object, torch.Tensor], object, torch.Tensor]]:
@@ -232,20 +301,27 @@ class Copying:
         self._strided: list[tuple[torch.Tensor, torch.Tensor]] = []
         """To be copied when all is there: (into, from)."""
         self._runs: list[_Run] = []
-        """To be read."""
+        """To be read later."""
         self._todo: list[list[_Run]] = []
         """Being read."""
         for stored, itemsize in zip(manifest.tensors, self._itemsizes, strict=True):
             if len(stored.sums) != max(1, -(-stored.num_bytes // (PIECE_ELEMENTS * itemsize))):
                 raise _damaged(manifest, stored)
         self._live = {index for index, stored in enumerate(manifest.tensors) if _fits(stored, live.get(stored.uid))}
-        others = sorted(set(range(len(self._places))) - self._live, key=lambda i: manifest.tensors[i].offset)
+        others = sorted(
+            set(range(len(self._places))) - self._live,
+            key=lambda i: (manifest.tensors[i].of_model, manifest.tensors[i].offset),
+        )
         # Parameters and optimizer state in memory of their own: whoever keeps only the ones does not hold the others.
-        for _, group in itertools.groupby(others, lambda i: manifest.tensors[i].role in ("param", "buffer")):
+        for _, group in itertools.groupby(others, lambda i: manifest.tensors[i].of_model):
             self._place(list(group))
         self.tensors = [
             live[t.uid].detach() if i in self._live else self._tensor(i) for i, t in enumerate(manifest.tensors)
         ]
+        first, self._runs = self._runs, []
+        for index in self._live:
+            self._places[index] = view_bytes(self.tensors[index])
+            self._add_pieces(index)
         try:
             self._file = open(file, "rb", buffering=0)  # noqa: SIM115  # until all is read: see close()
         except OSError as e:
@@ -253,10 +329,7 @@ class Copying:
         self._pool = ThreadPoolExecutor(os.cpu_count() or 1, "everstep-take")
         self._under_way: list[Future[None]] = []
         self._complete = False
-        self._read()
-        for index in self._live:
-            self._places[index] = view_bytes(self.tensors[index])
-            self._add_pieces(index)
+        self._read(first)  # from here on, this thread has no processor to itself
 
     def _tensor(self, index: int) -> torch.Tensor:
         stored = self._manifest.tensors[index]
@@ -314,7 +387,7 @@ class Copying:
             raise RuntimeError("a state that was given up is asked for its values")
         try:
             if not self._file.closed:
-                self._read()
+                self._read(self._runs)
             for done in self._under_way:
                 done.result()
         finally:
@@ -325,9 +398,9 @@ class Copying:
             torch.autograd.graph.increment_version(self.tensors[index])
         self._complete = True
 
-    def _read(self) -> None:
-        """Begin to read all runs that there are, the largest first."""
-        self._runs, runs = [], sorted(self._runs, key=lambda run: -len(run[1]))
+    def _read(self, runs: list[_Run]) -> None:
+        """Begin to read these, the largest first."""
+        runs.sort(key=lambda run: -len(run[1]))
         self._todo.append(runs)
         todo = iter(runs)
         self._under_way += [self._pool.submit(self._work, todo) for _ in range(os.cpu_count() or 1)]
@@ -357,7 +430,7 @@ def _end(stored: StoredTensor) -> int:
 
 def _fits(stored: StoredTensor, live: torch.Tensor | None) -> bool:
     """Whether the bytes of a stored tensor are those that this one would have."""
-    if live is None or stored.role not in ("param", "buffer") or stored.strides is not None:
+    if live is None or not stored.of_model or stored.strides is not None:
         return False
     plain_cpu = type(live) in (torch.Tensor, torch.nn.Parameter) and live.device.type == "cpu" and live.is_contiguous()
     if not plain_cpu or live.is_conj() or live.is_neg():

@@ -279,7 +279,7 @@ def _fetch(
     return Offer(
         joined.step, generation, states[0].timeline, all(s.proven for s in states), welcomes[0].pid,
         ", ".join(s.address for s in firsts), joined, "", memory,
-        [frozenset(t.uid for t in m.tensors if t.role in ("param", "buffer")) for m in manifests],
+        [frozenset(t.uid for t in m.tensors if t.of_model) for m in manifests],
     )  # fmt: skip
 
 

@@ -252,6 +252,8 @@ class Shadow:
         """The newest state, or that of a step which all shadows have. Waits for the fold that is under way."""
         found: list[Handout | Exception] = []
         ready = threading.Event()
+        if self._at_hand is not None:
+            self._at_hand.give_back()  # the next that is taken, by whoever has asked
 
         def job() -> None:
             try:
@@ -260,8 +262,6 @@ class Shadow:
                 elif not self.attached:
                     self._read_the_rest()
                     self._fold_all()
-                if self._at_hand is not None:
-                    self._at_hand.give_back()  # the next that is taken, by whoever has asked
                 found.append(self._hand_out())
             except StepNotFoundError as e:
                 found.append(e)
@@ -292,11 +292,12 @@ class Shadow:
 
     def count(self, patience_s: float) -> None:
         """Return when `progress` tells of all that a trainer which is gone has left, or after so long. Whoever asks has time
-        to take it."""
-        counted = threading.Event()
+        to take it. (Where there are no others, which step is to be had need not be known before it is asked for.)"""
         self._since = max(self._since, time.monotonic() + _ASKED_S - self._idle_s)
-        self.do(self._read_the_rest, counted)
-        counted.wait(patience_s)
+        if self.waits:
+            counted = threading.Event()
+            self.do(self._read_the_rest, counted)
+            counted.wait(patience_s)
 
     def stand_up(self) -> None:
         """Hold the newest base that this shadow's folder has, for whoever asks before a trainer comes."""
@@ -327,7 +328,8 @@ class Shadow:
     def _turn(self) -> None:
         with self._work:
             self._work.wait_for(
-                lambda: bool(self._jobs) or self._should_fold() or self._can_prepare(), timeout=_PATIENCE_S
+                lambda: bool(self._jobs) or self._should_fold() or self._can_prepare() or self._home.can_be_huge,
+                timeout=_PATIENCE_S,
             )
             job, done = self._jobs.popleft() if self._jobs else (None, None)
         try:
@@ -338,6 +340,8 @@ class Shadow:
                 self._base_if_due()
             elif self._is_at_gap():
                 self._get_over_gap()
+            elif self._home.can_be_huge:
+                self._home.make_huge()
             elif self._can_prepare():
                 assert self._held is not None
                 self._prepared = self._given_key(self._held.state)  # it is tried once, and again when it is asked for
@@ -710,7 +714,7 @@ class Shadow:
         self.timeline, self.generation = line.newest.timeline, line.newest.generation
         self._part, self._fingerprint, self._document = part, line.newest.fingerprint, line.newest
         if part is not None:
-            self._share = frozenset(t.uid for t in line.bases[base][0].tensors if t.role in ("param", "buffer"))
+            self._share = frozenset(t.uid for t in line.bases[base][0].tensors if t.of_model)
         self._load(line, base)
         self.progress.received = self.watermark = base
         if self.waits and part is None:  # frames of which others may have fewer

@@ -122,6 +122,11 @@ class StoredTensor(msgspec.Struct, omit_defaults=True):
     fine: bool = False
     """Whether `sums` are of fine pieces."""
 
+    @property
+    def of_model(self) -> bool:
+        """A parameter or a buffer; else what an optimizer knows of one, or a gradient."""
+        return self.role in ("param", "buffer")
+
 
 class StoredOptimizer(msgspec.Struct):
     """Groups and per-parameter state of one optimizer in a base."""

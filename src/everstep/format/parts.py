@@ -39,7 +39,7 @@ def join(parts: Sequence[Manifest], where: str) -> Manifest:
                 for u, s in tree.plain_from_text(optimizer.state)
                 if u or not number  # what an optimizer keeps for none of its parameters is in all
             ]
-    atoms = sorted(t.uid for t in tensors if t.role in ("param", "buffer"))
+    atoms = sorted(t.uid for t in tensors if t.of_model)
     if atoms != sorted(atom.uid for atom in first.layout.atoms):
         raise CorruptionError(f"{where}: the parts of step {first.step} are not all of its state, or hold something twice")
     optimizers = []

@@ -420,7 +420,7 @@ def state_of(manifest: Manifest, tensors: list[torch.Tensor]) -> State:
             {uid: tree.unpack(s, lambda i: tensors[i]) for uid, s in tree.plain_from_text(stored.state)},
         )  # fmt: skip
     atoms = {
-        t.uid: tensor for t, tensor in zip(manifest.tensors, tensors, strict=True) if t.role in ("param", "buffer")
+        t.uid: tensor for t, tensor in zip(manifest.tensors, tensors, strict=True) if t.of_model
     }
     carried = {
         uid: torch.zeros_like(atoms[uid]) if index == -1 else tensors[index]

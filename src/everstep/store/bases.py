@@ -474,7 +474,7 @@ class Loading:
 
     def _kind(self, index: int) -> tuple[int, bool, bool]:
         is_placed = index in self._places
-        return self._stored[index].rank, is_placed, not is_placed and self._stored[index].role in ("param", "buffer")
+        return self._stored[index].rank, is_placed, not is_placed and self._stored[index].of_model
 
     def _place(self, indices: list[int]) -> None:
         """Memory for what may be needed of these, in the order of the file: blocks that follow each other there do here.

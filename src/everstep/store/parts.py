@@ -16,7 +16,7 @@ from everstep.store.bases import Slot, file_header, file_order, part_file
 def part_of(manifest: Manifest, uids: Collection[int], part: Part) -> tuple[Manifest, bytes, list[StoredTensor]]:
     """A base's part with these atoms: its manifest, the header of its file, and the tensors that follow it there, in
     order and where they are in the base."""
-    used = {i for i, t in enumerate(manifest.tensors) if t.role in ("param", "buffer") and t.uid in uids}
+    used = {i for i, t in enumerate(manifest.tensors) if t.of_model and t.uid in uids}
 
     def use(index: int) -> int:
         used.add(index)
