@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import random
 import shutil
 import tempfile
@@ -18,6 +19,7 @@ from remote_shadows import Proxy, Remote, Training, held, must_hold, wait_until
 from torch import nn
 
 import everstep
+from everstep.atoms import Layout
 from everstep.follow import fetch, ship
 from everstep.store.runs import RunPath
 from support import crash, equal
@@ -171,6 +173,30 @@ def test_atoms_that_come_in_mid_run_get_an_owner_and_come_back(hosts: Callable[.
     again.train(run, 40)
     must_hold(held(run, where), again, run)
     assert not [s for h in (first, second) for s in h.said if "needs" in s]
+    run.close()
+
+
+def test_a_layout_is_told_though_its_folder_seems_unchanged(
+    hosts: Callable[..., Remote], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder's time moves in steps of milliseconds: two layouts may come in one of them, with a listing in between."""
+    write = RunPath.write_layout
+
+    def at_once(self: RunPath, timeline: int, layout: Layout) -> None:
+        write(self, timeline, layout)
+        os.utime(self.layouts(timeline), ns=(1, 1))
+
+    monkeypatch.setattr(RunPath, "write_layout", at_once)
+    first = hosts("first")
+    training = Training(512)
+    run = training.attach(tmp_path / "run", first.address)
+    run.resume()
+    training.train(run, 10)
+    training.model.append(nn.Linear(32, 32))
+    training.optimizer.add_param_group({"params": list(training.model[-1].parameters())})
+    training.train(run, 20)
+    must_hold(held(run, first.address), training, run)
+    assert not [s for s in first.said if "missing" in s]
     run.close()
 
 

@@ -55,7 +55,7 @@ class RemoteShadow(Conversation):
         self._token, self._tls = token, tls
         self._sent: tuple[str, int] = ("", 0)
         """Segment and offset up to which the shadow has the log."""
-        self._layouts_at = 0
+        self._told_documents: set[str] = set()
         self._base_sent = -1
         """The base that the shadow was sent last: if it asks again, that one was of no use to it."""
         self._wants_base = False
@@ -95,6 +95,7 @@ class RemoteShadow(Conversation):
         self._sent = (welcome.segment, welcome.offset)
         self._base_sent = -1  # it may not have arrived
         self._wants_base = False
+        self._told_documents.clear()
         for name in self._documents():
             self._send_document(channel, name)
         if self._partition is not None:
@@ -117,18 +118,24 @@ class RemoteShadow(Conversation):
         for timeline in files.listing(path.timelines()):
             top = f"timelines/{timeline}"
             yield f"{top}/timeline.json"
-            for kind in ("layouts", "generations"):
-                for name in files.listing(os.path.join(path.path, top, kind)):
-                    if name.endswith(".json"):
-                        yield f"{top}/{kind}/{name}"
-        self._layouts_at = self._layouts_time()
+            yield from self._documents_in(f"{top}/layouts")
+            yield from self._documents_in(f"{top}/generations")
 
-    def _layouts_time(self) -> int:
-        return os.stat(self.subject.path.layouts(self.subject.timeline)).st_mtime_ns
+    def _documents_in(self, folder: str) -> Iterator[str]:
+        for name in files.listing(os.path.join(self.subject.path.path, folder)):
+            if name.endswith(".json"):
+                yield f"{folder}/{name}"
 
     def _send_document(self, channel: Channel, name: str) -> None:
         data = files.read_whole(os.path.join(self.subject.path.path, name))
         channel.send(Document(name), memoryview(data), timeout=_SEND_S)
+        self._told_documents.add(name)
+
+    def _send_new_layouts(self, channel: Channel) -> None:
+        """Those that frames may refer to from now on. (A folder's time does not tell: it moves in steps of milliseconds.)"""
+        for name in self._documents_in(f"timelines/{self.subject.timeline:04d}/layouts"):
+            if name not in self._told_documents:
+                self._send_document(channel, name)
 
     def base_done(self, step: int) -> None:
         """Of no concern to a shadow that has no need of it."""
@@ -164,9 +171,7 @@ class RemoteShadow(Conversation):
         return len(waiting) < MIN_STAGED or staged < self._max_staged_bytes
 
     def _announce(self, channel: Channel, entry: FrameEntry) -> None:
-        if self._layouts_time() != self._layouts_at:
-            for name in self._documents():
-                self._send_document(channel, name)
+        self._send_new_layouts(channel)
         self._ship(channel, entry.path, entry.end_offset, entry)
         self._send_frame(channel, entry)
 
