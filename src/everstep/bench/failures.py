@@ -35,6 +35,7 @@ from everstep.follow.recover import address_of, dismiss
 from everstep.link import addresses, sockets
 from everstep.link.messages import VERSION, Hello
 from everstep.link.sockets import Channel
+from everstep.store import shared
 from everstep.store.runs import RunPath
 
 _TRAINER = """
@@ -147,7 +148,7 @@ class _Trainer:
         steps = [(b, b - a) for a, b in itertools.pairwise(nows)]
         before = [s for now, s in steps if now < failed][-_BEFORE:]
         during = [s for now, s in steps if failed <= now <= back]
-        return Cost(statistics.median(before), back - from_, max(during, default=None), facts=facts)
+        return Cost(statistics.median(before), max(back - from_, 0.0), max(during, default=None), facts=facts)
 
 
 def _is_level(told: dict[str, Any], step: int) -> bool:
@@ -173,7 +174,9 @@ class Stage:
         finally:
             trainer.kill()
             if trainer.path.exists():
-                dismiss(trainer.path, trainer.path.read_run().run, 1 << 30)
+                run = trainer.path.read_run().run
+                dismiss(trainer.path, run, 1 << 30)
+                shared.remove(shared.shared_folder(run, trainer.path.path), (), everything=True)
             shutil.rmtree(folder, ignore_errors=True)
 
     @contextlib.contextmanager
