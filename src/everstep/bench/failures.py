@@ -3,7 +3,8 @@ model.
 
     longest step    of those from the failure until all was as before, over the median of the ten before it
     back            seconds from the failure (or from its end, if it lasts) until all is as before: a killed trainer has
-                    completed its next step; else the shadow holds what was newest then, and nothing is unprotected
+                    completed its next step; else the shadow holds what was newest then, and nothing is unprotected (0: so it
+                    was when the failure ended)
     lost            steps that a killed trainer had said it had made, and which the next one did not go on from
 """
 
